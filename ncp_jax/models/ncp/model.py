@@ -1,0 +1,99 @@
+"""NCP: token encoder, concept module, token decoder, in the order of the report.
+
+Shapes: B batch, T tokens, M = T // k concepts, D width, S segments, N codes, W = D/S, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from ncp_jax.models.ncp.config import NCPConfig
+from ncp_jax.models.ncp.towers import ConceptModule, ConceptStates, Decoder, Encoder, Injection
+from ncp_jax.nn.block import sight
+from ncp_jax.nn.layers import Embed, Head, LayerNorm, RMSNorm, base_std
+from ncp_jax.ops.chunking import available, chunk_mean, chunk_segments, concept_index
+
+
+class Hidden(NamedTuple):
+    """What a forward pass leaves for the losses. Segment 0 marks what is no concept."""
+
+    out_BTD: Array
+    concepts_BMD: Array  # normed chunk means: module input, VQ input, NCP target
+    concept_segments_BM: Array
+    predicted_BMD: Array  # row m predicts concept m + 1
+    logits_BMSN: Array
+
+
+class NCP(nn.Module):
+    """The whole model. `dtype` is the compute precision; parameters stay as they are stored."""
+
+    config: NCPConfig
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self):
+        c, D = self.config, self.config.backbone.width
+        self.embed = Embed(c.vocab, D, base_std(D), self.dtype)
+        self.head = Head(c.vocab, D, base_std(D))
+        self.encoder = Encoder(c)
+        self.concept_norm = _concept_norm(c)
+        self.concept = ConceptModule(c)
+        self.decoder = Decoder(c)
+
+    def __call__(
+        self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None
+    ) -> Hidden:
+        """Hidden states of a batch of rows.
+
+        segments_BT [B, T] int: 0 is padding; alone (no positions) it marks real tokens of `concat` rows, whose
+        documents are not told apart. With positions_BT it separates packed documents, each starting on a chunk.
+        """
+        c, k = self.config, self.config.chunk
+        T = tokens_BT.shape[1]
+        packed = positions_BT is not None
+        segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
+        positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
+        see_tokens = sight(c.backbone, positions_BT, segments_BT if packed else None, self.dtype)
+
+        e_BTD = self.embed(tokens_BT)
+        h_BTD, encoder_raw = self.encoder(e_BTD, see_tokens)
+        self.sow("intermediates", "encoder_raw", encoder_raw)
+        self.sow("intermediates", "encoder_hidden", h_BTD)
+
+        if T < k:  # no chunk is full: pool one of padding, which is no concept
+            pad = [(0, 0), (0, k - T), (0, 0)]
+            pooled_from, raw_from = jnp.pad(h_BTD, pad), [jnp.pad(raw, pad) for raw in encoder_raw]
+            segments_Bt, positions_Bt = jnp.zeros((tokens_BT.shape[0], k), int), jnp.arange(k)[None]
+        else:
+            pooled_from, raw_from, segments_Bt, positions_Bt = h_BTD, encoder_raw, segments_BT, positions_BT
+        pooled_BMD = chunk_mean(pooled_from, k)
+        c_BMD = self.concept_norm(pooled_BMD)
+        concept_segments_BM = chunk_segments(segments_Bt, k)
+        concept_positions_BM = positions_Bt[:, ::k][:, : c_BMD.shape[1]] // k
+        see_concepts = sight(
+            c.concept_backbone, concept_positions_BM, concept_segments_BM if packed else None, self.dtype
+        )
+        concept = self.concept(c_BMD, raw_from, see_concepts)
+        self.sow("intermediates", "pooled", pooled_BMD)
+        self.sow("intermediates", "concept_raw", concept.raw)
+
+        index_T = concept_index(T, k, c.concept.shift)
+        inject = Injection(index_T, available(index_T, concept_segments_BM, segments_BT))
+        self.sow("intermediates", "injected", inject(concept.predicted_BMD))
+        out_BTD = self.decoder(h_BTD, see_tokens, encoder_raw, concept, inject)
+        self.head()  # declared here, applied by the loss
+        return Hidden(out_BTD, c_BMD, concept_segments_BM, concept.predicted_BMD, concept.logits_BMSN)
+
+    def logits(self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Array:
+        """All token logits [B, T, V] in at least f32: for sampling and tests."""
+        out_BTD = self(tokens_BT, segments_BT, positions_BT).out_BTD
+        wide = jnp.promote_types(out_BTD.dtype, jnp.float32)
+        return jnp.matmul(out_BTD, self.head().astype(out_BTD.dtype), preferred_element_type=wide)
+
+
+def _concept_norm(c: NCPConfig):
+    """Of the pooled chunk. Its parameters live beside the concept module's."""
+    if c.concept.norm == "layernorm":
+        return LayerNorm(c.backbone.width, c.backbone.eps)
+    return RMSNorm(c.backbone.eps) if c.concept.norm == "rms" else lambda x: x

@@ -1,0 +1,123 @@
+"""The OLMo-3 block: stacked weights of a tower's layers, and one layer as a pure function of its weights.
+
+Shapes: B batch, T tokens, D width, H heads, K key-value heads, h head size, F feed-forward width, L layers.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ncp_jax.nn.backbone import Backbone
+from ncp_jax.nn.layers import base_std, param, rms_norm, truncated_normal
+from ncp_jax.ops.attention import attend, visible
+from ncp_jax.ops.rope import inverse_frequencies, rope_table, rotate, yarn_attention_factor, yarn_frequencies
+
+Weights = dict[str, Array]
+
+# What a layer keeps for the backward pass: everything | its input | its input and matmul results.
+REMAT: dict[str, Callable | None] = {
+    "none": None,
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Blocks(nn.Module):
+    """Weights of L layers, stacked on the first axis. `total_layers` of the whole model scales the output projections."""
+
+    shape: Backbone
+    layers: int
+    total_layers: int
+
+    @nn.compact
+    def __call__(self) -> Weights:
+        s, L = self.shape, self.layers
+        D, H, K, h, F = s.width, s.heads, s.kv, s.head_dim, s.ffn
+        inner = truncated_normal(base_std(D))
+        outer = truncated_normal(base_std(D) / (2 * self.total_layers) ** 0.5)
+        ones = nn.initializers.ones
+        head_axes, norm_axes = ["heads", "head_dim"], ["layers", "norm"]
+        full = s.qk_norm == "full"
+
+        def stacked(name, init, shape, axes):
+            return param(self, name, init, [L, *shape], ["layers", *axes])
+
+        return {
+            "wq": stacked("wq", inner, [D, H, h], ["embed", *head_axes]),
+            "wk": stacked("wk", inner, [D, K, h], ["embed", *head_axes]),
+            "wv": stacked("wv", inner, [D, K, h], ["embed", *head_axes]),
+            "wo": stacked("wo", outer, [H, h, D], [*head_axes, "embed"]),
+            "q_norm": stacked("q_norm", ones, [H, h] if full else [h], head_axes if full else ["head_dim"]),
+            "k_norm": stacked("k_norm", ones, [K, h] if full else [h], head_axes if full else ["head_dim"]),
+            "attention_norm": param(self, "attention_norm", ones, [L, D], norm_axes),
+            "w_gate": stacked("w_gate", inner, [D, F], ["embed", "mlp"]),
+            "w_up": stacked("w_up", inner, [D, F], ["embed", "mlp"]),
+            "w_down": stacked("w_down", outer, [F, D], ["mlp", "embed"]),
+            "mlp_norm": param(self, "mlp_norm", ones, [L, D], norm_axes),
+        }
+
+
+class Sight(NamedTuple):
+    """What a tower's layers see, made once per tower: masks [B, T, T] and rotary tables, windowed and full."""
+
+    window_mask: Array
+    full_mask: Array
+    window_rope: tuple[Array, Array]
+    full_rope: tuple[Array, Array]
+
+
+def sight(s: Backbone, positions_BT: Array, segments_BT: Array | None, dtype) -> Sight:
+    """Masks and rotary tables for positions and (packed documents only) segments."""
+    full_mask = visible(positions_BT, positions_BT, None, segments_BT, segments_BT)
+    window_mask = visible(positions_BT, positions_BT, s.window, segments_BT, segments_BT)
+    plain = rope_table(positions_BT, inverse_frequencies(s.head_dim, s.rope_theta), 1.0, dtype)
+    return Sight(window_mask, full_mask, plain, _yarn_table(s, positions_BT, dtype) if s.yarn else plain)
+
+
+def block(x_BTD: Array, w: Weights, s: Backbone, full: bool, see: Sight) -> tuple[Array, Array]:
+    """One layer: (output H + R, update R). Post-norm; QK norm before RoPE; no biases (spec: 3.1).
+
+    `w` holds one layer's weights in x's dtype; norm scales stay f32.
+    """
+    mask, rope = (see.full_mask, see.full_rope) if full else (see.window_mask, see.window_rope)
+    q_BTHh = rms_norm(jnp.einsum("BTD,DHh->BTHh", x_BTD, w["wq"]), w["q_norm"], s.eps)
+    k_BTKh = rms_norm(jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wk"]), w["k_norm"], s.eps)
+    v_BTKh = jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wv"])
+    a_BTHh = attend(rotate(q_BTHh, rope), rotate(k_BTKh, rope), v_BTKh, mask)
+    attended_BTD = rms_norm(jnp.einsum("BTHh,HhD->BTD", a_BTHh, w["wo"]), w["attention_norm"], s.eps)
+    y_BTD = x_BTD + attended_BTD
+    gated_BTF = jax.nn.silu(y_BTD @ w["w_gate"]) * (y_BTD @ w["w_up"])
+    gated_BTF = nn.with_logical_constraint(gated_BTF, ("batch", "sequence", "mlp_features"))
+    computed_BTD = rms_norm(gated_BTF @ w["w_down"], w["mlp_norm"], s.eps)
+    out_BTD = nn.with_logical_constraint(y_BTD + computed_BTD, ("batch", "sequence", "features"))
+    return out_BTD, attended_BTD + computed_BTD
+
+
+def remat_block(s: Backbone) -> Callable[..., tuple[Array, Array]]:
+    """`block` under the backbone's remat policy."""
+    policy = REMAT[s.remat]
+    return block if policy is None else jax.checkpoint(block, policy=policy, static_argnums=(2, 3))
+
+
+def cast_matrices(w: Weights, dtype) -> Weights:
+    """Matrices in the compute dtype, norm scales as they are."""
+    return {name: value if name.endswith("norm") else value.astype(dtype) for name, value in w.items()}
+
+
+def layer_of(w: Weights, index: int) -> Weights:
+    """The weights of one layer."""
+    return {name: value[index] for name, value in w.items()}
+
+
+def _yarn_table(s: Backbone, positions_BT: Array, dtype) -> tuple[Array, Array]:
+    y = s.yarn
+    assert y is not None
+    frequencies = yarn_frequencies(
+        s.head_dim, s.rope_theta, y.factor, y.original_length, y.beta_fast, y.beta_slow, y.round_to_int
+    )
+    scale = yarn_attention_factor(y.factor) if y.attention_factor is None else y.attention_factor
+    return rope_table(positions_BT, frequencies, scale, dtype)

@@ -1,0 +1,101 @@
+"""Norms and tables of weights: the small pieces that own parameters.
+
+Every parameter is born with logical axis names; `parallel/rules.py` turns names into shardings. Shapes: D width,
+V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Initializer = Callable[..., Array]
+
+
+def truncated_normal(std: float) -> Initializer:
+    """Normal cut at three standard deviations: the initial weights of the released lineage (spec: 5.3)."""
+    return nn.initializers.truncated_normal(stddev=std, lower=-3.0, upper=3.0)
+
+
+def base_std(width: int) -> float:
+    """sqrt(2 / (5 D)): standard deviation of every hidden matrix at the start."""
+    return (2 / (5 * width)) ** 0.5
+
+
+def param(module: nn.Module, name: str, init: Initializer, shape: Sequence[int], axes: Sequence[str | None]) -> Array:
+    """A float32 master parameter with logical axis names."""
+    return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), jnp.float32)
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """scale * x / sqrt(mean(x^2) + eps) over the last `scale.ndim` axes; statistics and product in at least f32."""
+    wide_x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    axes = tuple(range(-scale.ndim, 0))
+    inverse = jax.lax.rsqrt((wide_x**2).mean(axis=axes, keepdims=True) + eps)
+    return (wide_x * inverse * scale).astype(x.dtype)
+
+
+def layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, eps: float) -> Array:
+    """LayerNorm with bias and biased variance; statistics in at least f32."""
+    wide_x = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    centred = wide_x - wide_x.mean(axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + eps)
+    return (centred * inverse * scale_D + bias_D).astype(x_BTD.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the width."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x_BTD: Array) -> Array:
+        return rms_norm(x_BTD, param(self, "scale", nn.initializers.ones, x_BTD.shape[-1:], ["norm"]), self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the width. Its value at the zero vector is its bias."""
+
+    width: int
+    eps: float
+
+    def setup(self):
+        self.scale = param(self, "scale", nn.initializers.ones, [self.width], ["norm"])
+        self.bias = param(self, "bias", nn.initializers.zeros, [self.width], ["norm"])
+
+    def __call__(self, x_BTD: Array) -> Array:
+        return layer_norm(x_BTD, self.scale, self.bias, self.eps)
+
+    def at_zero(self) -> Array:
+        return self.bias
+
+
+class Embed(nn.Module):
+    """Token table [V, D], no scaling."""
+
+    vocab: int
+    width: int
+    std: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, tokens_BT: Array) -> Array:
+        table_VD = param(self, "table", truncated_normal(self.std), [self.vocab, self.width], ["vocab", "embed"])
+        table_VD = nn.with_logical_constraint(table_VD.astype(self.dtype), ("vocab", "features"))
+        return nn.with_logical_constraint(
+            jnp.take(table_VD, tokens_BT, axis=0), ("batch", "sequence", "features")
+        )
+
+
+class Head(nn.Module):
+    """Output matrix [D, V], untied, no bias. The loss multiplies by it; the model never makes all logits in training."""
+
+    vocab: int
+    width: int
+    std: float
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return param(self, "kernel", truncated_normal(self.std), [self.width, self.vocab], ["embed", "vocab"])

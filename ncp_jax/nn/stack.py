@@ -1,0 +1,59 @@
+"""Towers: how layers follow one another, plain (scanned) or routed (unrolled).
+
+Shapes: B batch, T tokens, D width, L layers. A plain stack scans over super-blocks of `full_every` layers (three
+windowed, one full), so each layer's mask is static; a remainder follows unrolled. A routed tower keeps every layer's
+output: through autodiff of a scan that costs O(L^2) memory, so it is unrolled on the same stacked weights.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import Array, lax
+
+from ncp_jax.nn.backbone import Backbone
+from ncp_jax.nn.block import Sight, Weights, cast_matrices, layer_of, remat_block
+
+Mixer = Callable[[int, Sequence[Array], Array], Array]  # (layer, history oldest first, update) -> routed state
+Cross = Callable[[int, Array], Array]  # (layer, routed state) -> with what other towers add
+
+
+def plain_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight) -> Array:
+    """Run all layers in sequence."""
+    weights = cast_matrices(weights, h_BTD.dtype)
+    run, L = remat_block(s), weights["wq"].shape[0]
+    period = 1 if s.window is None else s.full_every
+    whole = L // period if L // period > 1 else 0
+
+    def super_block(h_BTD: Array, w: Weights) -> tuple[Array, None]:
+        for i in range(period):
+            h_BTD, _ = run(h_BTD, layer_of(w, i), s, s.is_full(i), see)
+        return h_BTD, None
+
+    if whole:
+        grouped = jax.tree.map(lambda a: a[: whole * period].reshape(whole, period, *a.shape[1:]), weights)
+        h_BTD, _ = lax.scan(super_block, h_BTD, grouped)
+    for i in range(whole * period, L):
+        h_BTD, _ = run(h_BTD, layer_of(weights, i), s, s.is_full(i), see)
+    return h_BTD
+
+
+def unrolled_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight) -> Array:
+    """Slow twin of `plain_stack`: the same layers, written out."""
+    return routed_tower(h_BTD, weights, s, see, lambda _, history, __: history[-1], lambda _, h: h)[0]
+
+
+def routed_tower(
+    h_BTD: Array, weights: Weights, s: Backbone, see: Sight, mix: Mixer, cross: Cross
+) -> tuple[Array, tuple[Array, ...]]:
+    """Run all layers, routing after each: (last routed state, every layer's raw output).
+
+    The history that `mix` sees is the tower's input followed by raw outputs; routed states never enter it.
+    """
+    weights = cast_matrices(weights, h_BTD.dtype)
+    run, history = remat_block(s), [h_BTD]
+    for layer in range(weights["wq"].shape[0]):
+        with jax.named_scope(f"layer_{layer}"):
+            out_BTD, update_BTD = run(h_BTD, layer_of(weights, layer), s, s.is_full(layer), see)
+            history.append(out_BTD)
+            h_BTD = cross(layer, mix(layer, history, update_BTD))
+    return h_BTD, tuple(history[1:])

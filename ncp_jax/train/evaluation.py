@@ -1,0 +1,85 @@
+"""Held-out loss and bits per byte over every row of every source's held-out split.
+
+Sums and weights travel separately and are divided once, so neither the batch size nor a ragged last batch matters.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ncp_jax.data.config import DataConfig
+from ncp_jax.data.pipeline import evaluation_batches
+from ncp_jax.data.store import TokenStore
+from ncp_jax.parallel.rules import batch_sharding, row_sharding
+
+HostBatch = dict[str, np.ndarray]
+
+
+class HeldOut:
+    """The held-out stores of a data config, ready to be read again and again."""
+
+    def __init__(self, config: DataConfig, *, split: str, batch: int, rows: int | None, chunk: int, vocab: int):
+        self._parts = {}
+        for source in config.mixture:
+            store = TokenStore.open(f"{source.path.rstrip('/')}/{split}")
+            batches = evaluation_batches(
+                store, config, batch=batch, chunk=chunk, limit=rows, vocab=vocab,
+                process_index=jax.process_index(), process_count=jax.process_count(),
+            )  # fmt: skip
+            self._parts[source.path] = (batches, store.token_bytes)
+
+    def __iter__(self) -> Iterator[tuple[str, Iterable[HostBatch]]]:
+        for name, (batches, token_bytes) in self._parts.items():
+            yield name, (with_bytes(batch, token_bytes) for batch in batches)
+
+
+def evaluate(eval_step: Callable, params: Any, frozen: Any, held_out: HeldOut, mesh: Mesh) -> dict[str, float]:
+    """Mean of each term, `bits_per_byte`, `scored_tokens` and `bytes`; several sources also one by one."""
+    total: dict[str, float] = defaultdict(float)
+    found: dict[str, float] = {}
+    sources = list(held_out)
+    for name, batches in sources:
+        part: dict[str, float] = defaultdict(float)
+        for batch in batches:
+            placed = to_device(batch, mesh)
+            sums, weights = jax.device_get(eval_step(params, frozen, placed))
+            for term in sums:
+                part[f"sum/{term}"] += float(sums[term])
+                part[f"weight/{term}"] += float(weights[term])
+            part["bytes"] += float(jax.device_get(placed["bytes"].sum()))
+        if len(sources) > 1:
+            found[f"bits_per_byte/{name}"] = bits_per_byte(part["sum/ntp"], part["bytes"])
+        for key, value in part.items():
+            total[key] += value
+    for key in [key for key in total if key.startswith("sum/")]:
+        term = key.removeprefix("sum/")
+        found[f"loss/{term}"] = total[key] / max(total[f"weight/{term}"], 1.0)
+    if "sum/ntp" in total:
+        found["bits_per_byte"] = bits_per_byte(total["sum/ntp"], total["bytes"])
+        found["scored_tokens"] = total["weight/ntp"]
+    return found | {"bytes": total["bytes"]}
+
+
+def bits_per_byte(nats: float, size: float) -> float:
+    """Nats over all scored tokens -> bits per byte of their text. End-of-text tokens cost nats and have no bytes."""
+    return nats / math.log(2) / max(size, 1.0)
+
+
+def with_bytes(batch: HostBatch, token_bytes: np.ndarray) -> HostBatch:
+    """Add `bytes` [B]: the text bytes that each row's scored targets stand for."""
+    size = np.where(batch["scored"], token_bytes[batch["targets"]], 0).sum(axis=1)
+    return {**batch, "bytes": size.astype(np.int32)}
+
+
+def to_device(batch: HostBatch, mesh: Mesh) -> dict[str, jax.Array]:
+    """This process's rows as part of global arrays."""
+    rows, tokens = row_sharding(mesh), batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(rows if value.ndim == 1 else tokens, value)
+        for name, value in batch.items()
+    }
