@@ -12,7 +12,7 @@ import importlib.util
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -27,6 +27,7 @@ class ConfigError(ValueError):
     """A configuration that cannot run. The message names the field, the value and the remedy."""
 
 
+@dataclass_transform(frozen_default=True)
 def frozen(cls: type[T]) -> type[T]:
     """Frozen dataclass whose unknown fields are errors."""
     cls.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]

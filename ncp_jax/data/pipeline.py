@@ -35,7 +35,7 @@ class TrainBatches(Iterator[Batch]):
     """Endless batches of this process. Read-ahead never shows: `position` counts what was handed out."""
 
     def __init__(self, batches: grain.MapDataset, config: DataConfig, start_step: int, global_batch: int):
-        threads = config.workers if config.prefetch else 0
+        threads = min(config.workers, config.prefetch)  # more would find no room; none: read in the caller's thread
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=config.prefetch)
         self._iterator = iter(batches.to_iter_dataset(options))
         self._iterator.set_state({"next_index": start_step})

@@ -85,7 +85,7 @@ TRANSFORMER_RULES: tuple[LeafRule, ...] = (
     LeafRule(r"(.*/)?(irc|read_encoder|read_concept)_\d+/w[12]", "route_matrix", "adamw"),
     LeafRule(r"(.*/)?irc_\d+/static", "route_vector", "adamw", decay="none"),
     LeafRule(r"(.*/)?(read_encoder|read_concept|reinject)_\d+/diagonal", "route_vector", "adamw", decay="none"),
-    LeafRule(r"(.*/)?(gate_logits|fusion_scale|fusion_gate)", "gate", "adamw", decay="none"),
+    LeafRule(r"(.*/)?(gate_logits|fusion_scale)", "gate", "adamw", decay="none"),
     LeafRule(r"(.*/)?\w*norm(/scale|/bias)?", "norm", "adamw", decay="none"),
     LeafRule(r"(.*/)?reinject_\d+/norm_(scale|bias)", "norm", "adamw", decay="none"),
     LeafRule(r"(.*/)?bias", "bias", "adamw", decay="none"),
@@ -114,7 +114,7 @@ def leaf_table(params_abstract: Any, rules: Sequence[LeafRule], config: OptimCon
 
 
 def format_table(leaves: Sequence[Leaf]) -> str:
-    """The table as text, for a dry run: one block per optimizer, largest decisions first.
+    """The table as text, for a dry run: one block per optimizer, in tree order.
 
     Leaves that differ only in numbers of their path (layers of an unrolled tower) share a line; `a..b` is a range.
     """
