@@ -51,7 +51,7 @@ def test_every_subset_of_cross_routes(paths):
     assert_same_states(dataclasses.replace(BASE, **dict(zip(names, paths, strict=True))), TOKENS)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("length", [3, 4, 7])
 def test_every_kind_of_length(length):
     assert_same_states(BASE, TOKENS[:, :length])
 
