@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
@@ -19,8 +20,12 @@ from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
-# Fields of a run that do not change its science: the same experiment elsewhere keeps its identity.
-NOT_IDENTITY = ("workdir", "mesh", "tracker")
+# Fields of a run that do not change its science: the same experiment elsewhere, watched or saved in another way, keeps
+# its identity. The last two say what happens to a bad step: a run that stopped at one must be able to go on.
+NOT_IDENTITY = (
+    "workdir", "mesh", "checkpoint", "evaluation", "data.prefetch", "data.workers", "train.log_every",
+    "train.diagnose_every", "train.on_bad_step", "train.gradient_ceiling",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -63,7 +68,10 @@ def override(config: T, pairs: list[str]) -> T:
 
 def load(path: str | Path) -> Any:
     """The RunConfig that `configs/NAME.py` returns from `config()`. Accepts a path or a bare name under ./configs."""
-    file = _find(Path(path))
+    file = _find(Path(path)).resolve()
+    root = str(file.parent.parent)  # configs build on one another: `from configs.ncp_nano import nano`
+    if root not in sys.path:
+        sys.path.insert(0, root)
     spec = importlib.util.spec_from_file_location(f"ncp_jax_config_{file.stem}", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -74,9 +82,17 @@ def load(path: str | Path) -> Any:
 
 
 def identity(config: Any) -> str:
-    """Twelve hex digits naming the science of a run: everything but workdir, mesh and tracker."""
-    values = {key: value for key, value in to_dict(config).items() if key not in NOT_IDENTITY}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    """Twelve hex digits naming the science of a run: everything but NOT_IDENTITY."""
+    return hashlib.sha256(json.dumps(science(to_dict(config)), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def science(values: dict, prefix: str = "") -> dict:
+    """The part of a config's dict that its identity covers."""
+    return {
+        key: science(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in values.items()
+        if prefix + key not in NOT_IDENTITY
+    }
 
 
 def differences(ours: Any, theirs: Any, prefix: str = "") -> list[str]:

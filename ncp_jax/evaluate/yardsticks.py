@@ -14,8 +14,9 @@ LARGEST_ORDER = 7  # 257^7 is the largest power of the alphabet's size that fits
 
 def yardsticks(train: Sequence[str], held_out: Sequence[str]) -> dict[str, float]:
     """Bits per held-out UTF-8 byte of each yardstick, by name. Raises ValueError when either side is empty."""
+    model = KneserNey(_encoded(train, "training"), order=5)
     return {
-        "byte 5-gram (Kneser-Ney)": KneserNey(_encoded(train, "training")).bits_per_byte(_encoded(held_out, "held-out")),
+        "byte 5-gram (Kneser-Ney)": model.bits_per_byte(_encoded(held_out, "held-out")),
         "xz -9e": xz_bits_per_byte(train, held_out),
     }
 
@@ -43,7 +44,7 @@ class KneserNey:
 
     def __init__(self, documents: Iterable[bytes], order: int = 5):
         if not 1 <= order <= LARGEST_ORDER:
-            raise ValueError(f"n-gram order {order} is outside 1..{LARGEST_ORDER} (keys are 64 bits); choose one inside")
+            raise ValueError(f"n-gram order {order} is outside 1..{LARGEST_ORDER} (64-bit keys); choose one inside")
         self.order = order
         keys = _ngrams(documents, order)
         if not len(keys):

@@ -22,10 +22,10 @@ def visible(
     distance = query_positions_BT[:, :, None] - key_positions_BJ[:, None, :]
     seen = distance >= 0
     if window is not None:
-        seen &= distance < window
+        seen = seen & (distance < window)
     if query_segments_BT is not None and key_segments_BJ is not None:
-        seen &= query_segments_BT[:, :, None] == key_segments_BJ[:, None, :]
-        seen &= key_segments_BJ[:, None, :] > 0
+        same = query_segments_BT[:, :, None] == key_segments_BJ[:, None, :]
+        seen = seen & same & (key_segments_BJ[:, None, :] > 0)
     return seen
 
 

@@ -3,6 +3,7 @@
 data: replicas (across slices); fsdp: parameters and batch; tensor: heads and feed-forward; seq: tokens of a row.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ncp_jax.config import ConfigError, frozen
+from ncp_jax.config import ConfigError, frozen, nearest_multiples
 
 AXES = ("data", "fsdp", "tensor", "seq")
 BATCH_AXES = ("data", "fsdp")
@@ -61,14 +62,49 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_batch(rows: int, micro_batches: int, mesh: Mesh) -> None:
-    """Raise ConfigError unless every micro-batch divides over the batch axes of the mesh."""
-    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def check_rows(rows: int, mesh: Mesh, *, micro_batches: int = 1, name: str = "train.batch") -> None:
+    """Raise ConfigError unless `rows` rows divide over the batch axes of the mesh, in every micro-batch."""
+    shards = _batch_shards(mesh)
     step = shards * micro_batches
     if rows % step:
-        lower = rows // step * step
-        legal = " or ".join(str(n) for n in (lower, lower + step) if n)
+        parts = f" x {micro_batches} micro-batches = {step}" if micro_batches > 1 else ""
         raise ConfigError(
-            f"train.batch {rows} does not divide over data x fsdp = {shards} devices x {micro_batches} micro-batches "
-            f"= {step}; nearest legal train.batch: {legal}"
+            f"{name} {rows} does not divide over data x fsdp = {shards} devices{parts}; "
+            f"nearest legal {name}: {nearest_multiples(rows, step)}"
         )
+
+
+def check_sequence(sequence: int, chunk: int, mesh: Mesh) -> None:
+    """Raise ConfigError unless rows of `sequence` tokens divide over the seq axis into whole chunks."""
+    shards = mesh.shape["seq"]
+    if sequence % (shards * chunk):
+        raise ConfigError(
+            f"data.sequence {sequence} does not divide over seq = {shards} devices in chunks of {chunk}; "
+            f"nearest legal data.sequence: {nearest_multiples(sequence, shards * chunk)}"
+        )
+
+
+@functools.cache
+def row_slice(mesh: Mesh) -> tuple[int, int]:
+    """(index, count): this process feeds the index-th of `count` equal slices of every batch's rows.
+
+    Processes whose devices hold the same rows, because a tensor or seq axis spans them, feed the same slice.
+    """
+    owners = [[device.process_index for device in row] for row in mesh.devices.reshape(_batch_shards(mesh), -1)]
+    return slice_of(jax.process_index(), owners)
+
+
+def slice_of(process: int, owners: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """`row_slice` of one process, from the processes that hold each batch shard. Raises ConfigError if there is none."""
+    mine = [shard for shard, processes in enumerate(owners) if process in processes]
+    first, size = mine[0], len(mine)
+    if mine != list(range(first, first + size)) or first % size or len(owners) % size:
+        raise ConfigError(
+            f"process {process} holds batch shards {mine} of {len(owners)}, which is not one of equal slices; "
+            "choose mesh sizes so that each process holds neighbouring shards, as many as every other"
+        )
+    return first // size, len(owners) // size
+
+
+def _batch_shards(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from ncp_jax.data.config import DataConfig
 from ncp_jax.data.pipeline import evaluation_batches
 from ncp_jax.data.store import TokenStore
+from ncp_jax.parallel.mesh import row_slice
 from ncp_jax.parallel.rules import batch_sharding, row_sharding
 
 HostBatch = dict[str, np.ndarray]
@@ -23,13 +24,18 @@ HostBatch = dict[str, np.ndarray]
 class HeldOut:
     """The held-out stores of a data config, ready to be read again and again."""
 
-    def __init__(self, config: DataConfig, *, split: str, batch: int, rows: int | None, chunk: int, vocab: int):
+    def __init__(
+        self, config: DataConfig, *, split: str, batch: int, rows: int | None, chunk: int, vocab: int,
+        slice_of_rows: tuple[int, int] = (0, 1),
+    ):  # fmt: skip
+        """`batch`: rows over all processes; `slice_of_rows`: which (index, count) of equal slices is this process's."""
         self._parts = {}
+        index, count = slice_of_rows
         for source in config.mixture:
             store = TokenStore.open(f"{source.path.rstrip('/')}/{split}")
             batches = evaluation_batches(
                 store, config, batch=batch, chunk=chunk, limit=rows, vocab=vocab,
-                process_index=jax.process_index(), process_count=jax.process_count(),
+                process_index=index, process_count=count,
             )  # fmt: skip
             self._parts[source.path] = (batches, store.token_bytes)
 
@@ -38,21 +44,32 @@ class HeldOut:
             yield name, (with_bytes(batch, token_bytes) for batch in batches)
 
 
-def evaluate(eval_step: Callable, params: Any, frozen: Any, held_out: HeldOut, mesh: Mesh) -> dict[str, float]:
-    """Mean of each term, `bits_per_byte`, `scored_tokens` and `bytes`; several sources also one by one."""
+class Interrupted(Exception):
+    """An evaluation was asked to end early; it has no result."""
+
+
+def evaluate(
+    eval_step: Callable, params: Any, frozen: Any, held_out: HeldOut, mesh: Mesh,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:  # fmt: skip
+    """Mean of each term, `bits_per_byte`, `scored_tokens` and `bytes`; several sources also one by one.
+
+    Raises Interrupted as soon as `stop()` holds.
+    """
     total: dict[str, float] = defaultdict(float)
     found: dict[str, float] = {}
     sources = list(held_out)
     for name, batches in sources:
         part: dict[str, float] = defaultdict(float)
         for batch in batches:
-            placed = to_device(batch, mesh)
-            sums, weights = jax.device_get(eval_step(params, frozen, placed))
+            if stop():
+                raise Interrupted
+            sums, weights, size = jax.device_get(eval_step(params, frozen, to_device(batch, mesh)))
             for term in sums:
                 part[f"sum/{term}"] += float(sums[term])
                 part[f"weight/{term}"] += float(weights[term])
-            part["bytes"] += float(jax.device_get(placed["bytes"].sum()))
-        if len(sources) > 1:
+            part["bytes"] += float(size)
+        if len(sources) > 1 and "sum/ntp" in part:
             found[f"bits_per_byte/{name}"] = bits_per_byte(part["sum/ntp"], part["bytes"])
         for key, value in part.items():
             total[key] += value
@@ -78,8 +95,10 @@ def with_bytes(batch: HostBatch, token_bytes: np.ndarray) -> HostBatch:
 
 def to_device(batch: HostBatch, mesh: Mesh) -> dict[str, jax.Array]:
     """This process's rows as part of global arrays."""
-    rows, tokens = row_sharding(mesh), batch_sharding(mesh)
+    rows, tokens, slices = row_sharding(mesh), batch_sharding(mesh), row_slice(mesh)[1]
     return {
-        name: jax.make_array_from_process_local_data(rows if value.ndim == 1 else tokens, value)
+        name: jax.make_array_from_process_local_data(
+            rows if value.ndim == 1 else tokens, value, (value.shape[0] * slices, *value.shape[1:])
+        )
         for name, value in batch.items()
     }

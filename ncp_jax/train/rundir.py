@@ -1,11 +1,13 @@
-"""The run directory: its lock, its config, its metrics and its summary.
+"""The run directory: its lock, its config, its tokenizer, its metrics and its summary.
 
-    RUN/config.json  metrics.jsonl  summary.json  checkpoints/  report/  eval/  lock
+    RUN/config.json  tokenizer.json  metrics.jsonl  summary.json  checkpoints/  frozen/  report/  eval/  lock
 """
 
 import fcntl
 import json
+import math
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ncp_jax.config import ConfigError, differences, identity, to_dict
+from ncp_jax.config import ConfigError, differences, from_dict, identity, science, to_dict
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "libtpu")
+LENGTH = ("train.steps", "train.tokens")
 
 
 class RunDirectoryError(ConfigError):
@@ -23,21 +26,30 @@ class RunDirectoryError(ConfigError):
 
 
 class RunDirectory:
-    """One run's files. Nothing in it is written without the lock."""
+    """One run's files. Of several processes one writes: with `writes` off, every writing method does nothing."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.checkpoints = self.path / "checkpoints"
+    def __init__(self, path: str | Path, writes: bool = True):
+        if "://" in str(path):
+            raise RunDirectoryError(
+                f"workdir '{path}' is a URL; a run directory lies on a local or mounted disk, for example runs/NAME"
+            )
+        self.path, self._writes = Path(path), writes
+        self.checkpoints, self.frozen = self.path / "checkpoints", self.path / "frozen"
         self.metrics = self.path / "metrics.jsonl"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory. A second process gets an error that names the first. The lock dies with its process."""
+        """Hold the directory. A second run gets an error that names the first. The lock dies with its process."""
+        if not self._writes:
+            yield
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = open(self.path / "lock", "a+")  # noqa: SIM115  kept open: closing it would release the lock
         except OSError as error:
-            raise RunDirectoryError(f"cannot write to run directory {self.path}: {error.strerror}") from None
+            raise RunDirectoryError(
+                f"cannot write to run directory {self.path}: {error.strerror}; choose another workdir"
+            ) from None
         with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,41 +60,70 @@ class RunDirectory:
                     f"run directory {self.path} is in use by {owner}; wait for it, stop it, or choose another workdir"
                 ) from None
             handle.truncate(0)
-            handle.write(f"process {os.getpid()}")
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}")
             handle.flush()
             yield
 
-    def write_config(self, config: Any) -> None:
-        """Write config.json, or check the one there: another experiment's directory is refused with the differences."""
-        ours, found = identity(config), read_json(self.path / "config.json")
-        if found and found["identity"] != ours:
-            lines = "\n  ".join(differences(found["config"], to_dict(config)))
-            raise RunDirectoryError(
-                f"{self.path} holds another experiment ({found['identity']}, this one is {ours}); choose another "
-                f"workdir, or undo these changes (there -> here):\n  {lines}"
-            )
-        document = {"identity": ours, "config": to_dict(config), "versions": versions(), "git": git_state()}
-        write_json(self.path / "config.json", document)
+    def check_config(self, config: Any) -> None:
+        """Raise RunDirectoryError with the differences if the directory holds another experiment."""
+        found = read_json(self.path / "config.json")
+        if found is not None:
+            check_same(config, found["config"], f"run directory {self.path}")
+
+    def write_config(self, config: Any, tokenizer: bytes | None, eos: int) -> None:
+        """Write config.json and the tokenizer that text of this run needs, so that the run can be used alone."""
+        if not self._writes:
+            return
+        if tokenizer is not None and not (self.path / "tokenizer.json").exists():
+            _replace(self.path / "tokenizer.json", tokenizer)
+        document = {"identity": identity(config), "config": to_dict(config), "eos": eos}
+        write_json(self.path / "config.json", document | {"versions": versions(), "git": git_state()})
 
     def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append one line to metrics.jsonl; numbers that are not finite become null."""
+        if not self._writes:
+            return
+        try:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot write {self.metrics}: {error.strerror}; free space or fix the permissions, then start the "
+                "run again: it continues from its newest checkpoint"
+            ) from None
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics of steps after `step`: a resumed run will make them again."""
-        if not self.metrics.exists():
+        """Drop metrics of steps after `step`, and broken lines: a resumed run will make them again."""
+        if not self._writes or not self.metrics.exists():
             return
         kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
-        _replace(self.metrics, "".join(line + "\n" for line in kept))
-
-    def records(self) -> list[dict]:
-        """All logged lines; a half-written last one is left out."""
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        return [json.loads(line) for line in lines if _step_of(line) != float("inf")]
+        _replace(self.metrics, "".join(line + "\n" for line in kept).encode())
 
     def write_summary(self, summary: dict) -> None:
-        write_json(self.path / "summary.json", summary)
+        if self._writes:
+            write_json(self.path / "summary.json", _finite(summary))
+
+
+def check_same(config: Any, stored: dict, where: str) -> None:
+    """Raise RunDirectoryError unless the stored config is the same experiment as `config`."""
+    ours = science(to_dict(config))
+    try:
+        theirs = science(to_dict(from_dict(type(config), stored)))  # fields that are newer than it get their defaults
+    except ConfigError:
+        theirs = science(stored)
+    lines = differences(theirs, ours)
+    if not lines:
+        return
+    changes = "\n  ".join(lines)
+    if all(line.startswith(LENGTH) for line in lines):
+        raise RunDirectoryError(
+            f"{where} holds a run of another length (there -> here):\n  {changes}\n"
+            "the learning rate was scheduled to end with the run, so a longer or shorter one is another experiment: "
+            f"choose another workdir, and init_from.run={where.split()[-1]} to begin with its weights"
+        )
+    raise RunDirectoryError(
+        f"{where} holds another experiment; choose another workdir, or undo these changes (there -> here):\n  {changes}"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -119,20 +160,28 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file as a whole or not at all."""
-    _replace(path, json.dumps(content, indent=2) + "\n")
+    _replace(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_text(text)
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
         raise RunDirectoryError(f"cannot write {path}: {error.strerror}; what was there is unchanged") from None
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")

@@ -28,7 +28,11 @@ Metrics = dict[str, Array]
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "key"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes. `key` is raw key data, never advanced: randomness is a function of (key, step)."""
+    """All that a step changes.
+
+    `key` is raw key data, never advanced: micro-batch a of the step from n to n + 1 gets
+    fold_in(fold_in(key, n), a), so that no two share noise and a resumed run draws what it would have drawn.
+    """
 
     step: Array  # int32, optimizer steps done
     params: Params
@@ -104,19 +108,18 @@ def make_train_step(
             bad |= norm > guard.ceiling
         metrics["bad"] = bad
         if guard.skip:
-            params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(bad, old, new), (params, opt_state), (state.params, state.opt_state)
-            )
+            before = (state.params, state.opt_state)
+            params, opt_state = jax.tree.map(partial(_unless, bad), (params, opt_state), before)
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     return train_step
 
 
-def make_eval_step(task: Task) -> Callable[[Params, Params, Batch], tuple[Sums, Sums]]:
-    """(sums, weights) of one batch, without gradients."""
+def make_eval_step(task: Task) -> Callable[[Params, Params, Batch], tuple[Sums, Sums, Array]]:
+    """The evaluation function, not jitted: (sums, weights, text bytes) of one batch."""
 
-    def eval_step(params: Params, frozen: Params, batch: Batch) -> tuple[Sums, Sums]:
-        return task.loss(params, frozen, batch, jax.random.key(0)), task.weights(batch)
+    def eval_step(params: Params, frozen: Params, batch: Batch) -> tuple[Sums, Sums, Array]:
+        return task.loss(params, frozen, batch, jax.random.key(0)), task.weights(batch), batch["bytes"].sum()
 
     return eval_step
 
@@ -142,6 +145,11 @@ def _gradients(task: Task, params, frozen, batch, weights: Sums, key: Array, mic
     first = jax.eval_shape(lambda: gradient(params, jax.tree.map(lambda a: split(a)[0], batch), key))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (first[1], first[0]))
     return lax.scan(body, zeros, (jnp.arange(micro_batches), jax.tree.map(split, batch)))[0]
+
+
+def _unless(bad: Array, new: Array, old: Array) -> Array:
+    """`old` where the step is bad; counters go on, so that the schedule keeps to the number of steps."""
+    return new if jnp.issubdtype(new.dtype, jnp.integer) else jnp.where(bad, old, new)
 
 
 def _diagnostics(task: Task, params, frozen, batch, grads, leaves: Sequence[Leaf]) -> Metrics:

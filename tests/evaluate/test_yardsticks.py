@@ -13,13 +13,13 @@ VERSES = [
     "This is the malt that lay in the house that Jack built.\n",
     "This is the rat that ate the malt that lay in the house that Jack built.\n",
     "This is the cat that killed the rat that ate the malt that lay in the house that Jack built.\n",
-    "This is the dog that worried the cat that killed the rat that ate the malt that lay in the house that Jack built.\n",
+    "This is the dog that worried the cat that killed the rat that ate the malt that lay in the house.\n",
 ]
 NEW = [
-    "This is the cow with the crumpled horn that tossed the dog that worried the cat that killed the rat — and so on.\n",
+    "This is the cow with the crumpled horn that tossed the dog that worried the cat that killed the rat — etc.\n",
     "Der Hund, der die Katze biß.\n",
 ]
-KN_FIGURE, XZ_FIGURE = 3.1413226750149197, 3.75
+KN_FIGURE, XZ_FIGURE = 3.0275892790687258, 3.68
 
 
 def encoded(texts):
@@ -52,7 +52,8 @@ def test_every_distribution_sums_to_one(order):
     histories = [b"", b"T", *(text[start : start + 10] for start in starts), *(rng.bytes(9) for _ in range(10))]
     for history in histories:
         p = model.distribution(history)
-        assert p.shape == (256,) and (p > 0).all()
+        assert p.shape == (256,)
+        assert (p > 0).all()
         assert p.sum() == pytest.approx(1, abs=1e-12)
 
 

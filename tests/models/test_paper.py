@@ -10,14 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paper_reference import (
-    Sizes,
-    directional_derivative,
-    forward,
-    losses,
-    random_parameters,
-    tree_map,
-)
+from paper_parameters import directional_derivative, random_parameters, tree_map
+from paper_reference import Sizes, forward, losses
 
 from ncp_jax.models.ncp.config import NCPConfig, paper
 from ncp_jax.models.ncp.losses import coefficients, sums, weights
@@ -85,8 +79,8 @@ def test_gradient_of_every_leaf(setting):
 def test_reductions_and_total(ncp_reduction, vq_reduction, weighting):
     params = random_parameters(np.random.default_rng(0), BASE)
     config = _with_loss(
-        config_of(BASE), ncp_reduction=ncp_reduction, vq_reduction=vq_reduction, aux_weighting=weighting, ncp_weight=0.3,
-        vq_weight=0.7,
+        config_of(BASE), ncp_reduction=ncp_reduction, vq_reduction=vq_reduction, aux_weighting=weighting,
+        ncp_weight=0.3, vq_weight=0.7,
     )  # fmt: skip
     with jax.enable_x64(True):
         ours = {name: float(value) for name, value in terms(config, params, TOKENS).items()}
@@ -111,10 +105,10 @@ def test_preset_weighs_summed_losses_as_element_means():
     config = config_of(BASE)
     with jax.enable_x64(True):
         ours = {name: float(value) for name, value in terms(config, params, TOKENS).items()}
-    rows = [losses(params, row, row[1:], BASE, forward(params, row, BASE).concepts_MD, ncp_reduction="mean",
-                   vq_reduction="mean") for row in TOKENS]  # fmt: skip
-    weight = coefficients(config, TOKENS.shape[1])
-    assert sum(weight[name] * ours[name] for name in weight) == pytest.approx(np.mean([r["total"] for r in rows]), rel=1e-9)
+    means = {"ncp_reduction": "mean", "vq_reduction": "mean"}
+    rows = [losses(params, row, row[1:], BASE, forward(params, row, BASE).concepts_MD, **means) for row in TOKENS]
+    theirs, weight = np.mean([row["total"] for row in rows]), coefficients(config, TOKENS.shape[1])
+    assert sum(weight[name] * ours[name] for name in weight) == pytest.approx(theirs, rel=1e-9)
 
 
 def assert_same_states(sizes: Sizes, tokens_BT: np.ndarray):

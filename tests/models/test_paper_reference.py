@@ -5,20 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from paper_reference import (
-    Sizes,
-    code_cross_entropy,
-    directional_derivative,
-    forward,
-    losses,
-    ncp_loss,
-    nearest_codes,
-    ntp_loss,
-    random_direction,
-    random_parameters,
-    tree_map,
-    vq_loss,
-)
+from paper_parameters import directional_derivative, random_direction, random_parameters, tree_map
+from paper_reference import Sizes, code_cross_entropy, forward, losses, ncp_loss, nearest_codes, ntp_loss, vq_loss
 
 SIZES = Sizes(
     vocab=11, width=8, heads=2, ffn=12, encoder_layers=3, concept_layers=2, decoder_layers=3, chunk=4, segments=2,
@@ -71,8 +59,10 @@ def test_losses_by_hand():
     logits_MSN = np.log(np.array([[[0.5, 0.5], [0.8, 0.2]], [[0.1, 0.9], [0.6, 0.4]], [[0.3, 0.7], [0.3, 0.7]]]))
     expected = -np.log([0.5, 0.8, 0.9, 0.4]).mean()
     assert code_cross_entropy(logits_MSN, nearest_codes(concepts_MD, codes_SNW)) == pytest.approx(expected)
-    assert ntp_loss(np.log([[0.25, 0.75], [0.5, 0.5], [0.1, 0.9]]), [1, 0]) == pytest.approx(-np.log([0.75, 0.5]).mean())
-    assert ncp_loss(predicted_MD[:1], concepts_MD[:1], 2) == 0 and vq_loss(codes_SNW, concepts_MD[:0]) == 0
+    logits_TV = np.log([[0.25, 0.75], [0.5, 0.5], [0.1, 0.9]])
+    assert ntp_loss(logits_TV, [1, 0]) == pytest.approx(-np.log([0.75, 0.5]).mean())
+    assert ncp_loss(predicted_MD[:1], concepts_MD[:1], 2) == 0
+    assert vq_loss(codes_SNW, concepts_MD[:0]) == 0
 
 
 @pytest.mark.parametrize("position", range(len(TOKENS)))
