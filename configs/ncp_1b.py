@@ -7,7 +7,6 @@
 """
 
 from configs.ncp_190m import small
-
 from ncp_jax.models.ncp.config import Concept, Loss, NCPConfig
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.train.run_config import RunConfig

@@ -8,7 +8,6 @@ Reads runs/ncp_archpreview_9b; optimizer, schedule and data start anew.
 import dataclasses
 
 from configs import ncp_archpreview_9b as first
-
 from ncp_jax.train.run_config import InitFrom, RunConfig
 
 

@@ -8,7 +8,6 @@ Differs from configs/ncp_archpreview_9b.py in every switch that the preset `pape
 import dataclasses
 
 from configs.ncp_archpreview_9b import SIZES, stage1
-
 from ncp_jax.models.ncp.config import paper
 from ncp_jax.train.run_config import RunConfig
 

@@ -9,7 +9,6 @@ Source: the reference recipe in the report's training fork: same data order and 
 import dataclasses
 
 from configs.ncp_archpreview_9b import BACKBONE, stage1
-
 from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.train.run_config import RunConfig
 

@@ -6,7 +6,6 @@ Same data, optimizer and steps as configs/ncp_nano.py, whose header says how to 
 """
 
 from configs.ncp_nano import BACKBONE, nano
-
 from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.train.run_config import RunConfig
 

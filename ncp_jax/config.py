@@ -73,7 +73,8 @@ def load(path: str | Path) -> Any:
     if root not in sys.path:
         sys.path.insert(0, root)
     spec = importlib.util.spec_from_file_location(f"ncp_jax_config_{file.stem}", file)
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "config"):
@@ -139,7 +140,7 @@ def _assign(values: dict, key: str, value: Any) -> None:
 
 
 def _unknown(key: str, here: dict) -> str:
-    known = [name for name in here]
+    known = list(here)
     close = difflib.get_close_matches(key.split(".")[-1], known, n=1, cutoff=0.5)
     parent = key.rpartition(".")[0]
     names = [f"{parent}.{name}" if parent else name for name in (close or known)]
@@ -164,7 +165,7 @@ def _find(path: Path) -> Path:
     for candidate in (path, path.with_suffix(".py"), Path("configs") / path.with_suffix(".py").name):
         if candidate.is_file():
             return candidate
-    known = sorted(file.stem for file in Path("configs").glob("*.py"))
+    known = sorted(file.stem for file in Path("configs").glob("[!_]*.py"))
     close = difflib.get_close_matches(path.stem, known, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known) or 'none in ./configs'}"
     raise ConfigError(f"no config file '{path}'{hint}")

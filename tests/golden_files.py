@@ -23,7 +23,8 @@ def ncp_config(fields: dict, mix: str | None = None) -> NCPConfig:
     window = fields["window"] + int(fields["window_inclusive"])
     backbone = Backbone(
         width=fields["hidden"], heads=fields["heads"], ffn=fields["ffn"], window=window, full_every=fields["skip"],
-        rope_theta=fields["theta"], eps=fields["eps"], qk_norm="per_head" if fields["qk_mode"] == "per_head" else "full",
+        rope_theta=fields["theta"], eps=fields["eps"],
+        qk_norm="per_head" if fields["qk_mode"] == "per_head" else "full",
     )  # fmt: skip
     concept = Concept(
         chunk=fields["k"], segments=fields["n_books"], codes=fields["book_size"], mix=mix or MIX[fields["merge"]],

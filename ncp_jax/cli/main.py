@@ -1,16 +1,16 @@
-"""`ncp-jax`: one command, one thin file per subcommand."""
+"""`ncp-jax`: one command, one thin file per subcommand.
+
+Exit status: 0 done, or stopped in order by SIGTERM or SIGINT; 1 training failed (a bad step, a disk that refused);
+2 something to mend before it can run; 130 interrupted twice.
+"""
 
 import argparse
 import importlib
+import os
 import sys
 
-from ncp_jax.config import ConfigError
-
-# name -> one-line help. Each lives in ncp_jax/cli/NAME.py as add_parser(subparsers) and run(args).
+# Each lives in ncp_jax/cli/NAME.py as add_parser(subparsers) and run(args).
 SUBCOMMANDS = ("data", "train", "sample", "report", "yardsticks")
-
-# What a user can mend: one line on stderr, exit status 2, no traceback.
-USER_ERRORS: tuple[type[Exception], ...] = (ConfigError,)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,22 +25,35 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
+    """Run a subcommand; returns the exit status. What a user can mend is one message on stderr, no traceback."""
     args = make_parser().parse_args(arguments)
     try:
         return importlib.import_module(f"ncp_jax.cli.{args.command}").run(args) or 0
-    except _user_errors() as error:
+    except KeyboardInterrupt:
+        print(f"ncp-jax {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise
         print(f"ncp-jax {args.command}: {error}", file=sys.stderr)
-        return 2
+        return status
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    from ncp_jax.checkpoint.leaves import CheckpointError
+def _status(error: Exception) -> int | None:
+    """Exit status for an error that explains itself; None for one that is a defect of this program."""
+    from ncp_jax.checkpoint.store import CheckpointError, CheckpointSaveError
+    from ncp_jax.config import ConfigError
     from ncp_jax.data.store import DataError
     from ncp_jax.optim.leaves import LeafError
     from ncp_jax.train.loop import BadStep
 
-    return (*USER_ERRORS, CheckpointError, DataError, LeafError, BadStep)
+    if isinstance(error, (BadStep, CheckpointSaveError)):
+        return 1
+    return 2 if isinstance(error, (ConfigError, CheckpointError, DataError, LeafError)) else None
 
 
 if __name__ == "__main__":

@@ -1,27 +1,52 @@
-"""`ncp-jax sample RUN "prompt"`: continue a prompt with a trained run."""
+"""The `ncp-jax sample` subcommand: continue a prompt with a trained run."""
 
 import argparse
 
+EXAMPLE = """examples:
+  ncp-jax sample runs/ncp_nano "The whale" --tokens 60
+  ncp-jax sample runs/ncp_nano "The whale" --temperature 1 --top-p 0.9 --seed 7
+  ncp-jax sample runs/ncp_nano "The whale" --temperature 0 --step latest"""
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("sample", help="continue a prompt with a trained run")
-    parser.add_argument("run", help="run directory")
-    parser.add_argument("prompt")
-    parser.add_argument("--tokens", type=int, default=100, help="new tokens (default 100)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=None, help="keep the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=None, help="keep the smallest set with this probability")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--step", default="best", help="best (default), latest, or a step")
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register `sample`."""
+    parser = subparsers.add_parser(
+        "sample", help="continue a prompt with a trained run", description=__doc__, epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("run", metavar="RUN", help="run directory, for example runs/ncp_nano")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=100, help="new tokens, at most (default: 100)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="keep the fewest tokens with probability P together")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument(
+        "--step", default="best", help="checkpoint: best (default; the newest where none is marked), latest, or a step"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from ncp_jax.generate.sample import Sampling, load_run, sample
+    """Print the prompt and its continuation as it is drawn."""
+    from ncp_jax.config import ConfigError
+    from ncp_jax.generate.sample import Model, Sampling, sample
+    from ncp_jax.train.loaded import load_run
 
-    loaded = load_run(args.run, args.step)
     how = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    how.check()
+    loaded = load_run(args.run, args.step)
+    task = loaded.task
+    if task.forward is None:
+        raise ConfigError(f"{args.run} holds a '{task.name}', which gives no token logits to sample from")
+
+
+    def forward(params, tokens_1T):
+        return task.forward(*params, tokens_1T)
+
+    model = Model(forward, (loaded.params, loaded.frozen), task.vocab, task.chunk, loaded.tokenizer)
+    pieces = sample(model, args.prompt, args.tokens, how)
     print(args.prompt, end="", flush=True)
-    for piece in sample(loaded, args.prompt, args.tokens, how):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0

@@ -1,62 +1,84 @@
-"""`ncp-jax train CONFIG [key=value ...]`: train, or continue; `--dry-run` shows what would be trained."""
+"""The `ncp-jax train` subcommand: train a config, or continue it; `--dry-run` shows what would be trained."""
 
 import argparse
 import json
 
-import jax
-import rich
+EXAMPLE = """examples:
+  ncp-jax train configs/ncp_nano.py
+  ncp-jax train configs/ncp_nano.py train.steps=900 workdir=runs/longer
+  ncp-jax train configs/ncp_nano.py --dry-run
 
-from ncp_jax.config import ConfigError, identity, load, override, to_dict
+The same command again continues from the newest checkpoint. SIGTERM or Ctrl-C saves one and stops."""
 
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("train", help="train a config; the same command again continues")
-    parser.add_argument("config", help="file, or name of one under configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed fields, e.g. train.steps=100")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register `train`."""
+    parser = subparsers.add_parser(
+        "train", help="train a config; the same command again continues", description=__doc__, epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help="a Python file, or the name of one under configs/")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changed fields, such as train.steps=100")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved run, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train, or describe. Raises what `train.loop.train` raises."""
+    from ncp_jax.config import load, override
+    from ncp_jax.train.throughput import duration
+
     config = override(load(args.config), args.overrides)
     if args.dry_run:
         describe(config)
         return 0
     from ncp_jax.train.loop import train
 
-    train(config, say=lambda line: print(line, flush=True))
+    summary = train(config, say=lambda line: print(line, flush=True))
+    if summary["finished"]:
+        best = summary["best_bits_per_byte"]
+        found = f", best {best:.4f} bits/byte at step {summary['best_step']}" if best is not None else ""
+        print(f"{summary['step']:,} steps in {duration(summary['seconds'])}{found}")
+        print(f'look: ncp-jax report {config.directory}    try: ncp-jax sample {config.directory} "PROMPT"')
     return 0
 
 
 def describe(config) -> None:
     """Everything that a run would be, without allocating it: config, counts, FLOPs, leaf table, sharding, mixture."""
+    import jax
+    import rich
+
+    from ncp_jax.config import ConfigError, identity, to_dict
     from ncp_jax.data.pipeline import effective_mixture
     from ncp_jax.data.store import DataError
-    from ncp_jax.models.flops import parameter_groups
+    from ncp_jax.models.flops import parameter_count
     from ncp_jax.optim.leaves import format_table, leaf_table
-    from ncp_jax.parallel.mesh import check_batch, make_mesh
+    from ncp_jax.optim.schedules import plan
+    from ncp_jax.parallel.mesh import check_rows, check_sequence, make_mesh
     from ncp_jax.parallel.rules import format_placements, place, unboxed
     from ncp_jax.train.families import build_task
     from ncp_jax.train.step import abstract_params
 
-    rich.print_json(json.dumps(to_dict(config)))
-    task = build_task(config.model, config.data.sequence)
+    task, mesh, total = build_task(config.model, config.data.sequence), make_mesh(config.mesh), config.total_steps
+    check_rows(config.train.batch, mesh, micro_batches=config.train.micro_batches)
+    check_sequence(config.data.sequence, task.chunk, mesh)
+    schedule = plan(config.optim.schedule, total, config.tokens_per_step)
     boxed, _ = abstract_params(task)
     params = unboxed(boxed)
-    print(f"\nidentity {identity(config)}, {config.total_steps:,} steps of {config.tokens_per_step:,} tokens")
+
+    rich.print_json(json.dumps(to_dict(config)))
+    print(f"\nidentity {identity(config)}, {total:,} steps of {config.tokens_per_step:,} tokens in {config.directory}")
+    for note in schedule.notes:
+        print(note)
     print(f"parameters {sum(leaf.size for leaf in jax.tree.leaves(params)):,}")
-    for group, count in parameter_groups(config.model).items():
+    for group, count in parameter_count(config.model).items():
         print(f"  {group:<28} {count:>16,}")
-    print(f"training FLOPs per token {task.flops_per_token:.4e} ({task.flops_convention})\n")
+    print(f"training FLOPs per token {task.flops_per_token:.4e}: {task.flops_convention}\n")
     print(format_table(leaf_table(params, task.leaf_rules, config.optim)))
-    mesh = make_mesh(config.mesh)
-    print(f"\nmesh {dict(mesh.shape)}")
+    print(f"\nmesh {config.mesh.describe()} on {mesh.size} devices: {dict(mesh.shape)}")
     print(format_placements(place(boxed, mesh)))
-    check_batch(config.train.batch, config.train.micro_batches, mesh)
     try:
-        rows = effective_mixture(
-            config.data, chunk=task.chunk, global_batch=config.train.batch, steps=config.total_steps
-        )
-    except (DataError, ConfigError) as error:
+        rows = effective_mixture(config.data, chunk=task.chunk, global_batch=config.train.batch, steps=total)
+    except (DataError, ConfigError) as error:  # a run may be looked at before its data is there
         print(f"\ndata: {error}")
         return
     for row in rows:

@@ -23,7 +23,7 @@ CONVENTIONS: dict[str, str] = {
     "full_attention": "6 FLOPs per matrix parameter and token (concept path at 1/k), attention over all T keys of "
     "every layer (no causal half, no windows), no recomputation",
 }
-MULTIPLE_OF_FFN = 128  # the report's ladder rounds feed-forward widths up to it (reconstructed, spec: facts A4)
+MULTIPLE_OF_FFN = 128  # the report's ladder rounds feed-forward widths up to it (reconstructed from Table 12)
 
 
 def training_flops_per_token(
@@ -59,7 +59,7 @@ def training_flops_by_part(config: Config, sequence: int, convention: Convention
 def ladder_flops_per_token(config: Config, sequence: int) -> float:
     """F_tok of the report's scaling ladder: blocks and visible attention; no head, no prediction heads, no routes.
 
-    Reconstructed from Table 12 (spec: facts A4): it returns every printed digit of that table's known rows, with
+    Reconstructed from Table 12: it returns every printed digit of that table's known rows, with
     feed-forward widths from `ladder_ffn`. C = F_tok * tokens.
     """
     parts = training_flops_by_part(config, sequence)
@@ -67,7 +67,7 @@ def ladder_flops_per_token(config: Config, sequence: int) -> float:
 
 
 def ladder_ffn(width: int) -> int:
-    """Feed-forward width of a ladder model: 11008/4096 of the width, rounded up to a multiple of 128 (facts A4)."""
+    """Feed-forward width of a ladder model: 11008/4096 of the width, rounded up to 128 (reconstructed)."""
     return -(-width * 11008 // (4096 * MULTIPLE_OF_FFN)) * MULTIPLE_OF_FFN
 
 

@@ -56,9 +56,7 @@ class Olmo3(nn.Module):
         self.blocks = Blocks(c.backbone, c.layers, c.layers)
         self.final_norm = RMSNorm(c.backbone.eps)
 
-    def __call__(
-        self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None
-    ) -> Hidden:
+    def __call__(self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Hidden:
         """Hidden states. Segments and positions only for packed documents; segment 0 is padding."""
         c = self.config
         packed = positions_BT is not None

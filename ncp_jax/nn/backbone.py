@@ -7,7 +7,7 @@ from ncp_jax.config import ConfigError, frozen
 
 @frozen
 class Yarn:
-    """YaRN long-context scaling, for full-attention layers alone (spec: OLMo-3; arXiv 2309.00071)."""
+    """YaRN long-context scaling, for full-attention layers alone, as in OLMo-3 (arXiv 2309.00071)."""
 
     factor: float
     original_length: int

@@ -27,7 +27,7 @@ REMAT: dict[str, Callable | None] = {
 
 
 class Blocks(nn.Module):
-    """Weights of L layers, stacked on the first axis. `total_layers` of the whole model scales the output projections."""
+    """Weights of L layers, stacked on the first axis. `total_layers` (of the whole model) scales output projections."""
 
     shape: Backbone
     layers: int
@@ -79,7 +79,7 @@ def sight(s: Backbone, positions_BT: Array, segments_BT: Array | None, dtype) ->
 
 
 def block(x_BTD: Array, w: Weights, s: Backbone, full: bool, see: Sight) -> tuple[Array, Array]:
-    """One layer: (output H + R, update R). Post-norm; QK norm before RoPE; no biases (spec: 3.1).
+    """One layer: (output H + R, update R). Post-norm; QK norm before RoPE; no biases (transformers, Olmo3DecoderLayer).
 
     `w` holds one layer's weights in x's dtype; norm scales stay f32.
     """

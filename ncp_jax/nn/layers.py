@@ -5,6 +5,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ Initializer = Callable[..., Array]
 
 
 def truncated_normal(std: float) -> Initializer:
-    """Normal cut at three standard deviations: the initial weights of the released lineage (spec: 5.3)."""
+    """Normal cut at three standard deviations: `scaled_truncated_normal` of the training fork."""
     return nn.initializers.truncated_normal(stddev=std, lower=-3.0, upper=3.0)
 
 
@@ -26,7 +27,8 @@ def base_std(width: int) -> float:
 
 def param(module: nn.Module, name: str, init: Initializer, shape: Sequence[int], axes: Sequence[str | None]) -> Array:
     """A float32 master parameter with logical axis names."""
-    return module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), jnp.float32)
+    value: Any = module.param(name, nn.with_logical_partitioning(init, tuple(axes)), tuple(shape), jnp.float32)
+    return value  # unboxed: Linen strips the axis names
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -84,13 +86,11 @@ class Embed(nn.Module):
     def __call__(self, tokens_BT: Array) -> Array:
         table_VD = param(self, "table", truncated_normal(self.std), [self.vocab, self.width], ["vocab", "embed"])
         table_VD = nn.with_logical_constraint(table_VD.astype(self.dtype), ("vocab", "features"))
-        return nn.with_logical_constraint(
-            jnp.take(table_VD, tokens_BT, axis=0), ("batch", "sequence", "features")
-        )
+        return nn.with_logical_constraint(jnp.take(table_VD, tokens_BT, axis=0), ("batch", "sequence", "features"))
 
 
 class Head(nn.Module):
-    """Output matrix [D, V], untied, no bias. The loss multiplies by it; the model never makes all logits in training."""
+    """Output matrix [D, V], untied, no bias. The loss multiplies by it; training never has all logits."""
 
     vocab: int
     width: int

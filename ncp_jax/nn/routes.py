@@ -16,7 +16,7 @@ from ncp_jax.ops.routing import cross_weights, depth_weights, mixture
 class DepthRoute(nn.Module):
     """IRC after one layer: a weighted sum of the tower's input and raw outputs so far (report Eq. 14-18).
 
-    Starts as the newest state; under softmax, as softmax([0, ..., 0, 1]) (spec: 5.3), which is far from it.
+    Starts as the newest state; under softmax, as softmax([0, ..., 0, 1]) (training fork), which is far from it.
     """
 
     softmax: bool
@@ -67,6 +67,6 @@ class Reinject(nn.Module):
 
 
 def _router(module: nn.Module, D: int, n: int) -> tuple[Array, Array]:
-    """W1 ~ N(0, 1/sqrt(D)), W2 = 0: the router is silent at the start (spec: 5.3)."""
+    """W1 ~ N(0, 1/sqrt(D)), W2 = 0: the router is silent at the start (training fork)."""
     w1_Dn = param(module, "w1", nn.initializers.normal(D**-0.5), [D, n], ["norm", "sources"])
     return w1_Dn, param(module, "w2", nn.initializers.zeros, [n, n], ["sources", None])

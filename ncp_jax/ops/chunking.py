@@ -1,6 +1,7 @@
 """Tokens to chunks and back: mean pooling, and the causal shift that returns concepts to tokens.
 
-Shapes: B batch, T tokens, M = T // k chunks, k tokens per chunk, D width. Chunks are cut from the row's start.
+Shapes: B batch, T tokens, M = max(T // k, 1) chunks, k tokens per chunk, D width. Chunks are cut from the row's
+start; a row shorter than k is one chunk filled up with padding, which is no concept.
 """
 
 import jax.numpy as jnp
@@ -12,18 +13,20 @@ def chunk_mean(x_BTD: Array, k: int) -> Array:
 
     Summed in at least f32 and rounded once.
     """
-    B, T, D = x_BTD.shape
-    M = T // k
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    return x_BTD[:, : M * k].reshape(B, M, k, D).mean(axis=2, dtype=wide).astype(x_BTD.dtype)
+    return _chunks(x_BTD, k).mean(axis=2, dtype=wide).astype(x_BTD.dtype)
 
 
 def chunk_segments(segments_BT: Array, k: int) -> Array:
     """Segment of each chunk, [B, M]: that of its k tokens if they agree and none is padding, else 0 (no concept)."""
-    B, T = segments_BT.shape
-    s_BMk = segments_BT[:, : T // k * k].reshape(B, T // k, k)
-    first = s_BMk[:, :, 0]
-    return jnp.where((s_BMk == first[:, :, None]).all(axis=2), first, 0)
+    s_BMk = _chunks(segments_BT, k)
+    first_BM = s_BMk[:, :, 0]
+    return jnp.where((s_BMk == first_BM[:, :, None]).all(axis=2), first_BM, 0)
+
+
+def chunk_positions(positions_BT: Array, k: int) -> Array:
+    """Position of each chunk within its document, [B, M]: counted in chunks (stride 1, not k)."""
+    return _chunks(positions_BT, k)[:, :, 0] // k
 
 
 def concept_index(length: int, k: int, shift: bool = True) -> Array:
@@ -47,3 +50,12 @@ def available(index_T: Array, concept_segments_BM: Array, segments_BT: Array) ->
     """
     segment_BT = concept_segments_BM[:, jnp.maximum(index_T, 0)]
     return (index_T >= 0)[None] & (segment_BT > 0) & (segment_BT == segments_BT)
+
+
+def _chunks(x: Array, k: int) -> Array:
+    """[B, T, ...] -> [B, M, k, ...]."""
+    T = x.shape[1]
+    if k > T:
+        x = jnp.pad(x, [(0, 0), (0, k - T)] + [(0, 0)] * (x.ndim - 2))
+    M = max(T // k, 1)
+    return x[:, : M * k].reshape(x.shape[0], M, k, *x.shape[2:])

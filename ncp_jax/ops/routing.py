@@ -12,7 +12,10 @@ from jax import Array
 
 
 def depth_weights(y_BTD: Array, static_n: Array, w1_Dn: Array, w2_nn: Array, softmax: bool) -> Array:
-    """Weights over a tower's own history, [B, T, n] (IRC; report Eq. 15-16, spec: exact GELU, no biases)."""
+    """Weights over a tower's own history, [B, T, n] (IRC; report Eq. 15-16).
+
+    Exact GELU and no biases, as in the released runtime's routes.py.
+    """
     w_BTn = static_n + _mlp(y_BTD, w1_Dn, w2_nn)
     return _softmax(w_BTn) if softmax else w_BTn
 

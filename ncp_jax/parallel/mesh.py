@@ -41,10 +41,9 @@ class MeshConfig:
         if -1 in sizes and devices % known == 0:
             sizes[sizes.index(-1)] = devices // known
         if math.prod(sizes) != devices:
-            lower = devices // known * known
             raise ConfigError(
                 f"mesh {self.describe()} does not multiply to {devices} devices: the fixed axes make {known}; "
-                f"it would fit {' or '.join(str(n) for n in (lower, lower + known) if n)} devices, or set one axis to -1"
+                f"it would fit {nearest_multiples(devices, known)} devices, or set one axis to -1"
             )
         return tuple(sizes)
 
@@ -95,7 +94,7 @@ def row_slice(mesh: Mesh) -> tuple[int, int]:
 
 
 def slice_of(process: int, owners: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """`row_slice` of one process, from the processes that hold each batch shard. Raises ConfigError if there is none."""
+    """`row_slice` of a process, from the processes that hold each batch shard. Raises ConfigError if there is none."""
     mine = [shard for shard, processes in enumerate(owners) if process in processes]
     first, size = mine[0], len(mine)
     if mine != list(range(first, first + size)) or first % size or len(owners) % size:

@@ -90,7 +90,7 @@ def format_placements(tree: Any) -> str:
     rows = placements(tree)
     width = max(len(row.path) for row in rows)
     lines = [
-        f"{row.path:<{width}}  {str(list(row.shape)):<22} {str(row.sharding.spec):<42} {row.bytes_per_device:>14,} B"
+        f"{row.path:<{width}}  {list(row.shape)!s:<22} {row.sharding.spec!s:<42} {row.bytes_per_device:>14,} B"
         for row in rows
     ]
     lines.append(f"parameters per device: {sum(row.bytes_per_device for row in rows):,} B")
@@ -124,7 +124,7 @@ def _spec(path: str, names: tuple, shape: tuple[int, ...], mesh: Mesh, rules: Ru
         axes = (axes,) if isinstance(axes, str) else (axes or ())
         for axis in axes:
             if axis in used:
-                raise ConfigError(f"parameter {path}: mesh axis '{axis}' is claimed by both '{used[axis]}' and '{name}'")
+                raise ConfigError(f"parameter {path}: both '{used[axis]}' and '{name}' claim mesh axis '{axis}'")
             used[axis] = str(name)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:

@@ -73,7 +73,8 @@ def _language_model(model, c, sequence: int, **parts) -> Task:
     def forward(params, frozen, tokens_BT: Array) -> Array:
         return model.apply({"params": params}, tokens_BT, method="logits")
 
+    count = flops.training_flops_per_token(c, sequence, convention="visible")
     return Task(
         vocab=c.vocab, init=init, forward=forward,
-        flops_per_token=flops.training_flops_per_token(c, sequence), flops_convention=flops.CONVENTION, **parts,
+        flops_per_token=count, flops_convention=flops.CONVENTIONS["visible"], **parts,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """The journal of a run: what each step found, as lines of metrics.jsonl and as lines for whoever watches."""
 
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,8 +9,7 @@ import numpy as np
 from ncp_jax.optim.schedules import learning_rates
 from ncp_jax.train.run_config import RunConfig
 from ncp_jax.train.rundir import RunDirectory
-from ncp_jax.train.task import Task
-from ncp_jax.train.throughput import Clock, duration, progress_line
+from ncp_jax.train.throughput import Clock, progress_line
 
 Say = Callable[[str], None]
 
@@ -17,8 +17,8 @@ Say = Callable[[str], None]
 class Journal:
     """Writes records and progress lines. Metrics arrive as host arrays, by name."""
 
-    def __init__(self, config: RunConfig, task: Task, directory: RunDirectory, clock: Clock, say: Say):
-        self._config, self._task, self._directory, self._clock, self._say = config, task, directory, clock, say
+    def __init__(self, config: RunConfig, directory: RunDirectory, clock: Clock, say: Say):
+        self._config, self._directory, self._clock, self._say = config, directory, clock, say
 
     def train(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log and show an ordinary step, if it is one of those that are logged."""
@@ -30,7 +30,7 @@ class Journal:
         record |= {name: float(rate) for name, rate in rates.items()}
         record |= {"tokens_per_second": self._clock.tokens_per_second, "mfu": self._clock.mfu}
         self._directory.log(record)
-        self._say(progress_line(record, total, self._clock.remaining(step, total), self._task.flops_convention))
+        self._say(progress_line(record, total, self._clock.remaining(step, total)))
 
     def diagnostics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log what a diagnostic step found beyond an ordinary one."""
@@ -51,9 +51,10 @@ class Journal:
             parts.append(f"{found['bits_per_byte']:.4f} bits/byte{' (best)' if best else ''}")
         self._say(" | ".join(parts))
 
-    def saved(self, step: int, why: str) -> None:
-        """Show that a stopped run was saved."""
-        self._say(f"{why}: saved step {step} after {duration(self._clock.seconds)}; the same command continues from there")
+    def saved(self, step: int, number: int | None) -> None:
+        """Show that a run was saved because of a signal, here or at another process."""
+        name = "another process was asked to stop" if number is None else signal.Signals(number).name
+        self._say(f"{name}: saved step {step}; the same command continues from there")
 
     def _record(self, kind: str, step: int) -> dict[str, Any]:
         tokens = step * self._config.tokens_per_step
@@ -62,15 +63,16 @@ class Journal:
 
 def complaint(metrics: Mapping[str, Any], ceiling: float | None) -> str:
     """What made a step bad: every term that is not finite, or else the norm above the ceiling."""
-    terms = _watched(metrics)
-    broken = [f"{name} = {value:g}" for name, value in terms.items() if not np.isfinite(value)]
-    return ", ".join(broken) or f"gradient_norm = {terms['gradient_norm']:g} is above train.gradient_ceiling = {ceiling}"
+    found = _watched(metrics)
+    broken = [f"{name} = {value:g}" for name, value in found.items() if not np.isfinite(value)]
+    return ", ".join(broken) or f"gradient_norm = {found['gradient_norm']:g} is above train.gradient_ceiling {ceiling}"
 
 
 def _watched(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The scalars of every step: terms first, then their sum and what follows from it."""
     terms = [name for name in metrics if name.startswith("loss/")]
-    return {name: float(metrics[name]) for name in [*terms, "loss", "bits_per_byte", "gradient_norm"] if name in metrics}
+    names = [*terms, "loss", "bits_per_byte", "gradient_norm"]
+    return {name: float(metrics[name]) for name in names if name in metrics}
 
 
 def _plain(value: Any) -> Any:

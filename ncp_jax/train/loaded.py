@@ -45,8 +45,8 @@ def load_run(directory: str | Path, step: str | int = "best", task: Task | None 
     task = task or build_task(config.model, config.data.sequence)
     params, frozen = (unboxed(tree) for tree in abstract_params(task))
     restored = store.restore_subtree(number, ["train/params"], {"train": {"params": params}})
-    tokenizer = _tokenizer(directory, stored["eos"])
-    return LoadedRun(config, task, restored["train"]["params"], load_frozen(directory, frozen), tokenizer, number)
+    frozen, tokenizer = load_frozen(directory / "frozen", frozen), _tokenizer(directory, stored["eos"])
+    return LoadedRun(config, task, restored["train"]["params"], frozen, tokenizer, number)
 
 
 def _tokenizer(directory: Path, eos: int) -> Tokenizer:

@@ -30,7 +30,7 @@ from ncp_jax.train.rundir import RunDirectory
 from ncp_jax.train.start import Saves
 from ncp_jax.train.step import Guard, TrainState, abstract_params, abstract_state, make_eval_step, make_train_step
 from ncp_jax.train.task import Task
-from ncp_jax.train.throughput import Clock, duration
+from ncp_jax.train.throughput import Clock
 
 # A run that skips this many steps one after another does not recover: it only burns time.
 SKIPS_IN_A_ROW = 20
@@ -83,6 +83,7 @@ class Trainer:
         check_rows(config.train.batch, self.mesh, micro_batches=config.train.micro_batches)
         check_rows(config.evaluation_batch, self.mesh, name="evaluation.batch")
         check_sequence(config.data.sequence, task.chunk, self.mesh)
+        self.tokens = TokenStore.open(config.data.mixture[0].store)
         self.held_out = HeldOut(
             config.data, split=config.evaluation.split, batch=config.evaluation_batch, rows=config.evaluation.rows,
             chunk=task.chunk, vocab=task.vocab, slice_of_rows=row_slice(self.mesh),
@@ -112,9 +113,9 @@ class Trainer:
                 self.clock = Clock(
                     self.progress.seconds, self.config.tokens_per_step, self.task.flops_per_token, self.mesh.size
                 )
-                self.journal = Journal(self.config, self.task, self.directory, self.clock, self.say)
+                self.journal = Journal(self.config, self.directory, self.clock, self.say)
                 self._introduce(origin)
-                state = self._steps(state, batches)
+                self._steps(state, batches)
         summary = self._summary()
         self.directory.write_summary(summary)
         return summary
@@ -127,23 +128,23 @@ class Trainer:
         )  # fmt: skip
 
     def _write_config(self) -> None:
-        source = self.config.data.mixture[0]
-        manifest = TokenStore.open(source.store).manifest
-        self.directory.write_config(self.config, read_file(source.path, "tokenizer.json"), manifest.eos)
+        tokenizer = read_file(self.config.data.mixture[0].path, "tokenizer.json")
+        self.directory.write_config(self.config, tokenizer, self.tokens.manifest.eos)
 
-    def _steps(self, state: TrainState, batches: Iterator[dict[str, np.ndarray]]) -> TrainState:
-        config, progress = self.config, self.progress
-        token_bytes = TokenStore.open(config.data.mixture[0].store).token_bytes
+    def _steps(self, state: TrainState, batches: Iterator[dict[str, np.ndarray]]) -> None:
+        config, progress, token_bytes = self.config, self.progress, self.tokens.token_bytes
         pending: tuple[int, bool, dict] | None = None
-        saved_step, saved_seconds = progress.step, self.clock.seconds
-        if progress.step == self.total and self._evaluation_due():  # the last process was stopped before it
-            self._look(state)
+        saved_seconds = self.clock.seconds
+        if self._evaluation_due() and self._evaluate(state):  # the process before this one was stopped at it
+            self.saves.save(state, progress, best=True)
         while progress.step < self.total:
             # Dispatch this step, then read the one before.
             batch = to_device(with_bytes(next(batches), token_bytes), self.mesh)
             diagnose = _due(config.train.diagnose_every, progress.step + 1)
             state, metrics = self.train_step(state, self.frozen, batch, diagnose=diagnose)
             progress.step += 1
+            if diagnose:
+                self.clock.pause()  # the first one compiles
             self._read(pending)
             pending = (progress.step, diagnose, metrics)
             self.saves.store.check()
@@ -158,9 +159,124 @@ class Trainer:
             pending = None
             best = self._evaluation_due() and not stop and self._evaluate(state)
             if save or (best and config.evaluation.keep_best):
+                progress.seconds = saved_seconds = self.clock.seconds
                 self.saves.save(state, progress, best)
-                saved_step, saved_seconds = progress.step, self.clock.seconds
             self.clock.pause()
             if stop:
+                self.saves.store.wait()
+                self.journal.saved(progress.step, self.stop_signal)
                 break
-        return state
+
+    def _read(self, pending: tuple[int, bool, dict] | None) -> None:
+        """Metrics of one finished step: check, log, print."""
+        if pending is None:
+            return
+        step, diagnosed, metrics = pending
+        metrics = jax.device_get(metrics)
+        self.clock.mark(step)
+        if metrics.pop("bad"):
+            self._bad(step, complaint(metrics, self.config.train.gradient_ceiling))
+        else:
+            self.skips = 0
+        self.journal.train(step, metrics)
+        if diagnosed:
+            self.journal.diagnostics(step, metrics)
+
+    def _bad(self, step: int, what: str) -> None:
+        self.skips += 1
+        if self.config.train.on_bad_step == "skip" and self.skips <= SKIPS_IN_A_ROW:
+            self.journal.skipped(step, what)
+            return
+        self.saves.store.wait()
+        latest = self.saves.store.latest()
+        sound = "no checkpoint was written yet" if latest is None else f"checkpoint {latest} is sound"
+        if self.skips > SKIPS_IN_A_ROW:
+            raise BadStep(f"step {step}: {what}, as in {SKIPS_IN_A_ROW} steps before; {sound}. Lower the learning rate")
+        raise BadStep(
+            f"step {step}: {what}; {sound}. The same command with train.on_bad_step=skip continues and leaves such "
+            "steps out (train.gradient_ceiling=X also those with a larger gradient); or start anew with a lower "
+            "learning rate"
+        )
+
+    def _evaluation_due(self) -> bool:
+        step = self.progress.step
+        due = step == self.total or (step > 0 and _due(self.config.evaluation.every, step))
+        return due and self.progress.evaluated_step != step
+
+    def _evaluate(self, state: TrainState) -> bool:
+        """Log an evaluation; True if bits per byte are the lowest so far. A signal cuts it short: no result."""
+        progress = self.progress
+        try:
+            found = evaluate(self.eval_step, state.params, self.frozen, self.held_out, self.mesh, self._stopped_alone)
+        except Interrupted:
+            return False
+        value = found.get("bits_per_byte")
+        best = value is not None and (progress.best_bits_per_byte is None or value < progress.best_bits_per_byte)
+        if best:
+            progress.best_bits_per_byte, progress.best_step = value, progress.step
+        progress.evaluation, progress.evaluated_step = found, progress.step
+        self.journal.evaluation(progress.step, found, best)
+        return best
+
+    def _agreed(self, overdue: bool) -> tuple[bool, bool]:
+        """Whether to stop, and whether to save: signals and clocks differ between processes, what follows must not."""
+        wish = (self.stop_signal is not None, overdue)
+        if jax.process_count() == 1:
+            return wish
+        if self.progress.step % self.config.train.log_every:  # asking makes every process wait for the others
+            return False, False
+        stop, overdue = multihost_utils.process_allgather(np.asarray(wish)).any(axis=0)
+        return bool(stop), bool(overdue)
+
+    def _stopped_alone(self) -> bool:
+        return self.stop_signal is not None and jax.process_count() == 1
+
+    def _introduce(self, origin: str) -> None:
+        config, devices = self.config, self.mesh.devices.flatten()
+        self.say(f"{config.name} ({identity(config)}) in {self.directory.path}, from {origin}")
+        self.say(
+            f"{self.task.name}, {sum(leaf.size for leaf in self.leaves):,} parameters; {self.total:,} steps of "
+            f"{config.tokens_per_step:,} tokens; {devices.size} x {devices[0].device_kind} "
+            f"({', '.join(f'{axis} {size}' for axis, size in self.mesh.shape.items())})"
+        )
+        if self.clock.has_peak:
+            self.say(f"MFU counts {self.task.flops_convention}")
+        if self.progress.step == self.total:
+            self.say(f"all {self.total:,} steps are done")
+
+    def _summary(self) -> dict:
+        progress, config = self.progress, self.config
+        table = {leaf.path: leaf.size for leaf in self.leaves}
+        outer = sum(size for path, size in table.items() if path.startswith(("embed/", "head/")))
+        tokens = progress.step * config.tokens_per_step
+        return {
+            "name": config.name, "identity": identity(config), "task": self.task.name,
+            "finished": progress.step == self.total, "step": progress.step, "tokens": tokens,
+            "best_bits_per_byte": progress.best_bits_per_byte, "best_step": progress.best_step, **progress.evaluation,
+            "parameters": sum(table.values()), "non_embedding_parameters": sum(table.values()) - outer,
+            "flops_per_token": self.task.flops_per_token, "flops_convention": self.task.flops_convention,
+            "seconds": progress.seconds, "tokens_per_second": tokens / max(progress.seconds, 1e-9),
+        }  # fmt: skip
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask for a checkpoint and an orderly end; a second one ends at once."""
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread
+            yield
+            return
+
+        def ask(number, _frame):
+            if self.stop_signal is not None:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0

@@ -66,7 +66,7 @@ class InitFrom:
 
 @frozen
 class RunConfig:
-    """One run. Its identity is a hash of everything but workdir and mesh."""
+    """One run. Its identity is a hash of everything but where it runs and how it is watched (config.NOT_IDENTITY)."""
 
     name: str
     model: ModelConfig
@@ -85,6 +85,10 @@ class RunConfig:
     @property
     def directory(self) -> str:
         return self.workdir or f"runs/{self.name}"
+
+    @property
+    def evaluation_batch(self) -> int:
+        return self.evaluation.batch or self.train.batch
 
     @property
     def tokens_per_step(self) -> int:

@@ -68,7 +68,7 @@ class RunDirectory:
         """Raise RunDirectoryError with the differences if the directory holds another experiment."""
         found = read_json(self.path / "config.json")
         if found is not None:
-            check_same(config, found["config"], f"run directory {self.path}")
+            check_same(config, found["config"], f"run directory {self.path}", self.path)
 
     def write_config(self, config: Any, tokenizer: bytes | None, eos: int) -> None:
         """Write config.json and the tokenizer that text of this run needs, so that the run can be used alone."""
@@ -104,8 +104,8 @@ class RunDirectory:
             write_json(self.path / "summary.json", _finite(summary))
 
 
-def check_same(config: Any, stored: dict, where: str) -> None:
-    """Raise RunDirectoryError unless the stored config is the same experiment as `config`."""
+def check_same(config: Any, stored: dict, where: str, run: Path) -> None:
+    """Raise RunDirectoryError unless `stored`, a config found in a place of `run`, is the same experiment."""
     ours = science(to_dict(config))
     try:
         theirs = science(to_dict(from_dict(type(config), stored)))  # fields that are newer than it get their defaults
@@ -119,7 +119,7 @@ def check_same(config: Any, stored: dict, where: str) -> None:
         raise RunDirectoryError(
             f"{where} holds a run of another length (there -> here):\n  {changes}\n"
             "the learning rate was scheduled to end with the run, so a longer or shorter one is another experiment: "
-            f"choose another workdir, and init_from.run={where.split()[-1]} to begin with its weights"
+            f"choose another workdir, and init_from.run={run} to begin with its weights"
         )
     raise RunDirectoryError(
         f"{where} holds another experiment; choose another workdir, or undo these changes (there -> here):\n  {changes}"

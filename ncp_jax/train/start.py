@@ -5,7 +5,6 @@ RUN/checkpoints holds the train state, step by step; RUN/frozen holds the frozen
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,19 +70,22 @@ class Saves:
         if step is not None:
             return self._resume(like, step)
         seed, source = self._config.train.seed, self._config.init_from
-        weights = None if source is None else weights_of(source, like[0].params, self._directory)
         state, frozen = init_state(task, tx, seed, like)
-        origin = f"initial values, seed {seed}"
+        origin = f"initial values (seed {seed})"
         if source is not None:
-            state, origin = TrainState(state.step, weights, state.opt_state, state.key), f"weights of {source.run}"
+            params, number = weights_of(source, like[0].params, self._directory)
+            state = TrainState(state.step, params, state.opt_state, state.key)
+            origin = f"the weights of {source.run}, step {number}"
         frozen = self._keep_frozen(frozen, like[1])
         return Start(state, frozen, Progress(frozen=_hash(frozen)), origin)
 
     def _resume(self, like: tuple[TrainState, Params], step: int) -> Start:
         meta = self.store.meta(step)
-        check_same(self._config, meta["config"], f"checkpoint {self.store.directory / str(step)}")
+        check_same(
+            self._config, meta["config"], f"checkpoint {self.store.directory / str(step)}", self._directory.path
+        )
         progress = Progress(**meta["progress"])
-        frozen = like[1] and self._frozen_store().restore(FROZEN_STEP, like[1])
+        frozen = load_frozen(self._directory.frozen, like[1])
         if _hash(frozen) != progress.frozen:
             raise CheckpointError(
                 f"{self._directory.frozen} holds other values ({_hash(frozen)}) than checkpoint {step} was trained "
@@ -96,19 +98,18 @@ class Saves:
         """Frozen parameters as the run first had them."""
         if frozen is None:
             return None
-        store = self._frozen_store()
-        if FROZEN_STEP in store.steps():
-            return store.restore(FROZEN_STEP, like)
-        with store:
+        with CheckpointStore(str(self._directory.frozen), keep=1, asynchronous=False, best=False) as store:
+            if FROZEN_STEP in store.steps():
+                return store.restore(FROZEN_STEP, like)
             store.save(FROZEN_STEP, frozen, {"config": to_dict(self._config)})
         return frozen
 
-    def _frozen_store(self) -> CheckpointStore:
-        return CheckpointStore(str(self._directory.frozen), keep=1, asynchronous=False, best=False)
 
+def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> tuple[Params, int]:
+    """Parameters of another run, on the shardings of `like`, and their step.
 
-def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> Params:
-    """The parameters of another run, on the shardings of `like`; its tokenizer must be ours where both are known."""
+    Raises ConfigError where both tokenizers are known and differ, CheckpointMismatch for parameters of other shapes.
+    """
     store = CheckpointStore(f"{source.run}/checkpoints")
     step = choose_step(store, source.step, source.run, "init_from.run")
     tokenizers = [path / "tokenizer.json" for path in (Path(source.run), ours.path)]
@@ -117,7 +118,7 @@ def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> Params:
             f"init_from.run {source.run} was trained with another tokenizer than this run's data; its embeddings mean "
             f"other text. Prepare the data with {tokenizers[0]}"
         )
-    return store.restore_subtree(step, ["train/params"], {"train": {"params": like}})["train"]["params"]
+    return store.restore_subtree(step, ["train/params"], {"train": {"params": like}})["train"]["params"], step
 
 
 def choose_step(store: CheckpointStore, step: str | int, run: str | Path, name: str = "run") -> int:
@@ -137,8 +138,8 @@ def choose_step(store: CheckpointStore, step: str | int, run: str | Path, name: 
 
 
 def load_frozen(directory: Path, like: Params) -> Params:
-    """The frozen parameters of a run, None if it has none."""
-    return like and CheckpointStore(f"{directory}/frozen").restore(FROZEN_STEP, like)
+    """The frozen parameters in RUN/frozen; None if the Task has none."""
+    return None if like is None else CheckpointStore(str(directory)).restore(FROZEN_STEP, like)
 
 
 def _hash(frozen: Any) -> str | None:
@@ -146,5 +147,3 @@ def _hash(frozen: Any) -> str | None:
     if frozen is None:
         return None
     return hashlib.sha256(json.dumps(checksums(flatten(frozen))).encode()).hexdigest()[:12]
-
-

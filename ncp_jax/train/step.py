@@ -34,10 +34,10 @@ class TrainState:
     fold_in(fold_in(key, n), a), so that no two share noise and a resumed run draws what it would have drawn.
     """
 
-    step: Array  # int32, optimizer steps done
+    step: Any  # int32 [], optimizer steps done
     params: Params
     opt_state: Any
-    key: Array  # uint32
+    key: Any  # uint32 [2]
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,14 @@ PEAK_FLOPS = {
 class Clock:
     """Wall-clock of a run across restarts, and its recent speed."""
 
-    def __init__(self, seconds_before: float, tokens_per_step: int, flops_per_token: float, window: int = 20):
+    def __init__(
+        self, seconds_before: float, tokens_per_step: int, flops_per_token: float, devices: int, window: int = 20
+    ):
         self._start = time.perf_counter() - seconds_before
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._marks: deque[tuple[float, int]] = deque(maxlen=window)
-        self._peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+        peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+        self._peak = None if peak is None else peak * devices
 
     @property
     def seconds(self) -> float:
@@ -51,12 +54,17 @@ class Clock:
         return (last - first) * self._tokens_per_step / max(now - then, 1e-9)
 
     @property
+    def has_peak(self) -> bool:
+        """Whether the devices' peak is known, and with it MFU."""
+        return self._peak is not None
+
+    @property
     def mfu(self) -> float | None:
         """Share of the devices' peak; None if their peak is unknown."""
         rate = self.tokens_per_second
         if rate is None or self._peak is None:
             return None
-        return rate * self._flops_per_token / (self._peak * jax.device_count())
+        return rate * self._flops_per_token / self._peak
 
     def remaining(self, step: int, total: int) -> float | None:
         """Seconds to the last step at the recent speed."""
@@ -64,22 +72,25 @@ class Clock:
         return None if rate is None else (total - step) * self._tokens_per_step / rate
 
 
-def progress_line(record: dict, total: int, remaining: float | None, convention: str) -> str:
-    """step | loss | bits per byte | learning rate | tokens/s | MFU | time left."""
+def progress_line(record: dict, total: int, remaining: float | None) -> str:
+    """step | loss | bits per byte | learning rates | tokens/s | MFU | time left."""
     step = record["step"]
     parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {record['loss']:.4f}"]
     if "bits_per_byte" in record:
         parts.append(f"{record['bits_per_byte']:.3f} bits/byte")
-    rates = [f"{value:.2e}" for name, value in record.items() if name.startswith("learning_rate/")]
-    parts.append(f"lr {' '.join(dict.fromkeys(rates))}")
-    speed = record.get("tokens_per_second")
-    parts.append(f"{speed:,.0f} tok/s" if speed else "- tok/s")
-    parts.append(f"MFU {record['mfu']:.1%} ({convention})" if record.get("mfu") else "MFU n/a")
-    parts.append(f"left {_clock(remaining)}" if remaining is not None else "left -")
+    rates = {name: f"{value:.2e}" for name, value in record.items() if name.startswith("learning_rate/")}
+    parts.append("lr " + ", ".join(f"{name.removeprefix('learning_rate/')} {rate}" for name, rate in rates.items()))
+    if record.get("tokens_per_second"):
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if record.get("mfu"):
+        parts.append(f"MFU {record['mfu']:.1%}")
+    if remaining is not None:
+        parts.append(f"{duration(remaining)} left")
     return " | ".join(parts)
 
 
-def _clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -54,7 +54,9 @@ def random_params(model, seed: int = 0):
     shapes = unboxed(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, K), jnp.int32)))["params"]
     rng = np.random.default_rng(seed)
     dtype = jnp.result_type(float)
-    return jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / np.sqrt(max(a.shape[-1:] or [1])), dtype), shapes)
+    return jax.tree.map(
+        lambda a: jnp.asarray(rng.normal(size=a.shape) / np.sqrt(max(a.shape[-1:] or [1])), dtype), shapes
+    )
 
 
 def logits_of(model, params):
@@ -196,11 +198,9 @@ def test_olmo3_is_causal_and_its_scan_is_its_loop(window):
     model = Olmo3(config)
     params = random_params(model)
     check_causal(model, params, 10)
-    base, rows = perturbed(10)
+    _, rows = perturbed(10)
     loop = Olmo3(dataclasses.replace(config, scan=False))
-    np.testing.assert_allclose(
-        logits_of(model, params)(rows), logits_of(loop, params)(rows), atol=5e-4
-    )
+    np.testing.assert_allclose(logits_of(model, params)(rows), logits_of(loop, params)(rows), atol=5e-4)
 
 
 def test_routing_default_is_the_released_graph():

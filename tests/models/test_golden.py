@@ -12,7 +12,6 @@ from ncp_jax.models.ncp.losses import nearest_codes, sums, weights
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.models.olmo3 import Olmo3
 
-
 TOLERANCE = 5e-4
 FULL_FILES = ["ncp_raw_full", "ncp_softmax_full", "ncp_raw_perhead", "ncp_softmax_perhead"]
 

@@ -45,7 +45,9 @@ def test_the_product_of_segment_winners_wins_among_all_combinations(book, concep
 
 def test_segment_order_matters_and_joining_undoes_splitting(book, concepts):
     np.testing.assert_array_equal(join_segments(split_segments(jnp.asarray(concepts), S)), concepts)
-    chosen = np.take_along_axis(book[None, None], np.asarray(codes_of(concepts, book))[..., None, None], axis=3)[..., 0, :]
+    chosen = np.take_along_axis(book[None, None], np.asarray(codes_of(concepts, book))[..., None, None], axis=3)[
+        ..., 0, :
+    ]
     swapped = np.asarray(codes_of(concepts, book[[1, 0, 2]]))
     assert (swapped[..., :2] != np.asarray(codes_of(concepts, book))[..., :2]).any()
     assert join_segments(jnp.asarray(chosen)).shape == concepts.shape
@@ -94,4 +96,6 @@ def test_usage_counts_real_concepts_only(book, concepts):
 
 
 def test_perplexity():
-    np.testing.assert_allclose(perplexity(jnp.asarray([[5.0, 5, 5, 5], [9, 0, 0, 0], [0, 0, 0, 0]])), [4, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(
+        perplexity(jnp.asarray([[5.0, 5, 5, 5], [9, 0, 0, 0], [0, 0, 0, 0]])), [4, 1, 1], rtol=1e-6
+    )

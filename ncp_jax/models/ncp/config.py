@@ -84,7 +84,9 @@ class NCPConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} must be at least 1, got {getattr(self, name)}")
         if self.routing.concept_from_encoder and self.encoder_layers < 2:
-            raise ConfigError("routing.concept_from_encoder reads the first E-1 encoder layers; it needs encoder_layers >= 2")
+            raise ConfigError(
+                "routing.concept_from_encoder reads the first E-1 encoder layers; it needs encoder_layers >= 2"
+            )
 
     @property
     def layers(self) -> int:

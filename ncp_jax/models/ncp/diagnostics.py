@@ -54,7 +54,7 @@ def _route_weights(tower: dict, prefix: str) -> list[Array]:
 
 
 def _prediction_errors(hidden: Hidden) -> dict[str, Array]:
-    """Mean squared error of the predicted concept beside two that need no model: copy the last one, predict the mean."""
+    """Mean squared error of the predicted concept beside two baselines: the last concept, and the mean."""
     concept_BM = hidden.concept_segments_BM
     pair_BM1 = ((concept_BM[:, 1:] > 0) & (concept_BM[:, 1:] == concept_BM[:, :-1]))[..., None]
     target_BMD, last_BMD = hidden.concepts_BMD[:, 1:], hidden.concepts_BMD[:, :-1]

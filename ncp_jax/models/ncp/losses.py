@@ -3,7 +3,8 @@
 Shapes: B batch, T tokens, M concepts, D width, S segments, N codes, W = D/S. The objective is
 sum_i coefficient_i * sum_i / weight_i with weights of the whole global batch. Gradients: VQ reaches the codes alone;
 the NCP target is detached while the history that predicts it is not; the NTP gradient passes through the injected
-concept into heads and codes (spec: 5.1; report Eq. 21-24).
+concept into heads and codes (report Eq. 21-24; training fork,
+pretrain_conceptlm_v22_vq.py).
 """
 
 import jax
@@ -21,7 +22,7 @@ Terms = dict[str, Array]
 
 def coefficients(c: NCPConfig, sequence: int) -> dict[str, float]:
     """Weight of each term. `per_token` divides the auxiliaries by the row length once more, as the training fork did
-    with one 8192-token row per micro-batch (spec: 5.1)."""
+    with one 8192-token row per micro-batch."""
     aux = 1 / sequence if c.loss.aux_weighting == "per_token" else 1.0
     return {"ntp": 1.0, "ncp": c.loss.ncp_weight * aux, "vq": c.loss.vq_weight * aux} | (
         {"z": c.loss.z_loss} if c.loss.z_loss else {}

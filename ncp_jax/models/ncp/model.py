@@ -1,6 +1,6 @@
 """NCP: token encoder, concept module, token decoder, in the order of the report.
 
-Shapes: B batch, T tokens, M = T // k concepts, D width, S segments, N codes, W = D/S, V vocabulary.
+Shapes: B batch, T tokens, M concepts (one per chunk of k tokens), D width, S segments, N codes, W = D/S, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.models.ncp.config import NCPConfig
-from ncp_jax.models.ncp.towers import ConceptModule, ConceptStates, Decoder, Encoder, Injection
+from ncp_jax.models.ncp.towers import ConceptModule, Decoder, Encoder, Injection
 from ncp_jax.nn.block import sight
 from ncp_jax.nn.layers import Embed, Head, LayerNorm, RMSNorm, base_std
-from ncp_jax.ops.chunking import available, chunk_mean, chunk_segments, concept_index
+from ncp_jax.ops.chunking import available, chunk_mean, chunk_positions, chunk_segments, concept_index
 
 
 class Hidden(NamedTuple):
@@ -41,46 +41,37 @@ class NCP(nn.Module):
         self.concept = ConceptModule(c)
         self.decoder = Decoder(c)
 
-    def __call__(
-        self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None
-    ) -> Hidden:
+    def __call__(self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Hidden:
         """Hidden states of a batch of rows.
 
         segments_BT [B, T] int: 0 is padding; alone (no positions) it marks real tokens of `concat` rows, whose
         documents are not told apart. With positions_BT it separates packed documents, each starting on a chunk.
         """
-        c, k = self.config, self.config.chunk
-        T = tokens_BT.shape[1]
+        c, k, T = self.config, self.config.chunk, tokens_BT.shape[1]
         packed = positions_BT is not None
         segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
         positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
         see_tokens = sight(c.backbone, positions_BT, segments_BT if packed else None, self.dtype)
 
-        e_BTD = self.embed(tokens_BT)
-        h_BTD, encoder_raw = self.encoder(e_BTD, see_tokens)
+        # 1. Tokens are encoded.
+        h_BTD, encoder_raw = self.encoder(self.embed(tokens_BT), see_tokens)
         self.sow("intermediates", "encoder_raw", encoder_raw)
         self.sow("intermediates", "encoder_hidden", h_BTD)
-
-        if T < k:  # no chunk is full: pool one of padding, which is no concept
-            pad = [(0, 0), (0, k - T), (0, 0)]
-            pooled_from, raw_from = jnp.pad(h_BTD, pad), [jnp.pad(raw, pad) for raw in encoder_raw]
-            segments_Bt, positions_Bt = jnp.zeros((tokens_BT.shape[0], k), int), jnp.arange(k)[None]
-        else:
-            pooled_from, raw_from, segments_Bt, positions_Bt = h_BTD, encoder_raw, segments_BT, positions_BT
-        pooled_BMD = chunk_mean(pooled_from, k)
+        # 2. Chunks of k become concepts.
+        pooled_BMD = chunk_mean(h_BTD, k)
         c_BMD = self.concept_norm(pooled_BMD)
-        concept_segments_BM = chunk_segments(segments_Bt, k)
-        concept_positions_BM = positions_Bt[:, ::k][:, : c_BMD.shape[1]] // k
-        see_concepts = sight(
-            c.concept_backbone, concept_positions_BM, concept_segments_BM if packed else None, self.dtype
-        )
-        concept = self.concept(c_BMD, raw_from, see_concepts)
+        concept_segments_BM = chunk_segments(segments_BT, k)
         self.sow("intermediates", "pooled", pooled_BMD)
+        # 3. The next concept is predicted.
+        positions_BM = chunk_positions(positions_BT, k)
+        see_concepts = sight(c.concept_backbone, positions_BM, concept_segments_BM if packed else None, self.dtype)
+        concept = self.concept(c_BMD, encoder_raw, see_concepts)
         self.sow("intermediates", "concept_raw", concept.raw)
-
+        # 4. Predictions return to tokens, shifted so that none sees its own chunk's future.
         index_T = concept_index(T, k, c.concept.shift)
         inject = Injection(index_T, available(index_T, concept_segments_BM, segments_BT))
         self.sow("intermediates", "injected", inject(concept.predicted_BMD))
+        # 5. Tokens are decoded.
         out_BTD = self.decoder(h_BTD, see_tokens, encoder_raw, concept, inject)
         self.head()  # declared here, applied by the loss
         return Hidden(out_BTD, c_BMD, concept_segments_BM, concept.predicted_BMD, concept.logits_BMSN)

@@ -89,7 +89,9 @@ class Decoder(nn.Module):
     config: NCPConfig
 
     @nn.compact
-    def __call__(self, h_BTD: Array, see: Sight, encoder_raw: Sequence[Array], concept: ConceptStates, inject: Injection):
+    def __call__(
+        self, h_BTD: Array, see: Sight, encoder_raw: Sequence[Array], concept: ConceptStates, inject: Injection
+    ):
         c = self.config
         weights = Blocks(c.backbone, c.decoder_layers, c.layers, name="blocks")()
         u_BTD = self._fuse(h_BTD, inject(concept.predicted_BMD), inject)
@@ -154,7 +156,7 @@ class Decoder(nn.Module):
 
 
 class Heads(nn.Module):
-    """One linear classifier over N codes per segment, with bias (spec: 3.4)."""
+    """One linear classifier over N codes per segment, with bias (released runtime, hlm.py)."""
 
     config: NCPConfig
 

@@ -1,0 +1,64 @@
+"""Tiny runs: a corpus of some ten kilobytes, and configs that train on it within seconds."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from ncp_jax.checkpoint.config import CheckpointConfig
+from ncp_jax.config import override
+from ncp_jax.data.config import DataConfig, Source
+from ncp_jax.data.prepare import Options, prepare
+from ncp_jax.models.ncp.config import Concept, NCPConfig
+from ncp_jax.models.olmo3 import Olmo3Config
+from ncp_jax.nn.backbone import Backbone
+from ncp_jax.optim.config import OptimConfig, ScheduleConfig
+from ncp_jax.train.run_config import EvaluationConfig, RunConfig, TrainConfig
+
+WORDS = ["the", "whale", "swam", "past", "an", "old", "ship", "sang", "about", "rope,", "&", "naïve", "—", "1851", "☂"]
+VOCAB = 280
+BACKBONE = Backbone(width=32, heads=4, ffn=48, window=8, rope_theta=1e4)
+MODELS = {
+    "ncp": NCPConfig(
+        vocab=VOCAB, encoder_layers=2, concept_layers=1, decoder_layers=1, backbone=BACKBONE,
+        concept=Concept(segments=4, codes=8, window=4),
+    ),
+    "olmo3": Olmo3Config(vocab=VOCAB, layers=2, backbone=BACKBONE),
+}  # fmt: skip
+
+
+def write_text(path: Path, seed: int = 0, documents: int = 60) -> Path:
+    """Documents of 20 to 120 words, as JSON lines."""
+    random = np.random.default_rng(seed)
+    texts = [" ".join(random.choice(WORDS, random.integers(20, 120))) for _ in range(documents)]
+    path.write_text("".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(texts)))
+    return path
+
+
+def prepare_corpus(folder: Path, seed: int = 0, documents: int = 60, tokenizer: Path | None = None) -> Path:
+    """A prepared corpus of VOCAB ids, with its own tokenizer or one that is given."""
+    source, out = write_text(folder / "text.jsonl", seed, documents), folder / "corpus"
+    made_by = {"train_bpe": VOCAB} if tokenizer is None else {"tokenizer": str(tokenizer)}
+    prepare([str(source)], Options(out=str(out), val_fraction=0.2, **made_by))
+    return out
+
+
+def run_config(corpus: Path | str, workdir: Path | str, model: str = "ncp", *changes: str) -> RunConfig:
+    """20 steps of 8 rows of 16 tokens, every step logged, a checkpoint every 5; `changes` as on the command line."""
+    config = RunConfig(
+        name=f"tiny_{model}",
+        model=MODELS[model],
+        data=DataConfig(mixture=(Source(str(corpus)),), sequence=16),
+        optim=OptimConfig(muon_learning_rate=0.02, adam_learning_rate=0.01, schedule=ScheduleConfig(warmup=4)),
+        train=TrainConfig(batch=8, steps=20, log_every=1),
+        evaluation=EvaluationConfig(every=10, rows=16),
+        checkpoint=CheckpointConfig(every_steps=5, keep=5),
+        workdir=str(workdir),
+    )
+    return override(config, list(changes))
+
+
+def records(workdir: Path | str, kind: str) -> list[dict]:
+    """Lines of metrics.jsonl of one kind, as they stand."""
+    lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
