@@ -12,7 +12,6 @@ setup(
     description="JAX/Flax training stack for latent-space language models: Next Concept Prediction and CALM",
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["ncp_jax", "ncp_jax.*"]),
     package_data={"ncp_jax": ["py.typed", "report/*.html", "report/*.jinja"]},
