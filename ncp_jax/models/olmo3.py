@@ -11,9 +11,9 @@ from jax import Array
 
 from ncp_jax.config import ConfigError, frozen
 from ncp_jax.nn.backbone import Backbone
-from ncp_jax.nn.block import Blocks, sight
+from ncp_jax.nn.block import Blocks, Sight, sight
 from ncp_jax.nn.layers import Embed, Head, RMSNorm, base_std
-from ncp_jax.nn.stack import plain_stack, unrolled_stack
+from ncp_jax.nn.stack import Past, Tower, plain_stack, unrolled_stack
 
 
 @frozen
@@ -62,10 +62,19 @@ class Olmo3(nn.Module):
         packed = positions_BT is not None
         positions_BT = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
         see = sight(c.backbone, positions_BT, segments_BT if packed else None, self.dtype)
-        stack = plain_stack if c.scan else unrolled_stack
-        out_BTD = self.final_norm(stack(self.embed(tokens_BT), self.blocks(), c.backbone, see))
+        e_BTD, weights = self.embed(tokens_BT), self.blocks()
+        if c.scan:
+            h_BTD = plain_stack(e_BTD, weights, c.backbone, see)
+        else:
+            h_BTD = unrolled_stack(e_BTD, weights, c.backbone, see).h_BTD
+        out_BTD = self.final_norm(h_BTD)
         self.head()  # declared here, applied by the loss
         return Hidden(out_BTD)
+
+    def decode(self, tokens_BT: Array, see: Sight, past: Past = None) -> tuple[Array, Tower]:
+        """(final states, tower) of tokens that follow cached ones."""
+        tower = unrolled_stack(self.embed(tokens_BT), self.blocks(), self.config.backbone, see, past)
+        return self.final_norm(tower.h_BTD), tower
 
     def logits(self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Array:
         """All token logits [B, T, V] in at least f32: for sampling and tests."""

@@ -62,7 +62,10 @@ class Blocks(nn.Module):
 
 
 class Sight(NamedTuple):
-    """What a tower's layers see, made once per tower: masks [B, T, T] and rotary tables, windowed and full."""
+    """What a tower's layers see, made once per tower: masks [B, T, J] and rotary tables, windowed and full.
+
+    J counts the keys of earlier tokens that a cache holds, then the T keys of these tokens; without a cache J = T.
+    """
 
     window_mask: Array
     full_mask: Array
@@ -70,34 +73,50 @@ class Sight(NamedTuple):
     full_rope: tuple[Array, Array]
 
 
+class KV(NamedTuple):
+    """Keys (rotated) and values of one layer, [B, tokens, K, h]."""
+
+    k: Array
+    v: Array
+
+
 def sight(s: Backbone, positions_BT: Array, segments_BT: Array | None, dtype) -> Sight:
     """Masks and rotary tables for positions and (packed documents only) segments."""
     full_mask = visible(positions_BT, positions_BT, None, segments_BT, segments_BT)
     window_mask = visible(positions_BT, positions_BT, s.window, segments_BT, segments_BT)
+    return Sight(window_mask, full_mask, *rope_tables(s, positions_BT, dtype))
+
+
+def rope_tables(s: Backbone, positions_BT: Array, dtype) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Rotary tables of windowed and of full layers; YaRN stretches the latter alone."""
     plain = rope_table(positions_BT, inverse_frequencies(s.head_dim, s.rope_theta), 1.0, dtype)
-    return Sight(window_mask, full_mask, plain, _yarn_table(s, positions_BT, dtype) if s.yarn else plain)
+    return plain, _yarn_table(s, positions_BT, dtype) if s.yarn else plain
 
 
-def block(x_BTD: Array, w: Weights, s: Backbone, full: bool, see: Sight) -> tuple[Array, Array]:
-    """One layer: (output H + R, update R). Post-norm; QK norm before RoPE; no biases (transformers, Olmo3DecoderLayer).
+def block(
+    x_BTD: Array, w: Weights, s: Backbone, full: bool, see: Sight, past: KV | None = None
+) -> tuple[Array, Array, KV]:
+    """One layer: (output H + R, update R, its keys and values). Post-norm; QK norm before RoPE; no biases.
 
-    `w` holds one layer's weights in x's dtype; norm scales stay f32.
+    Source: transformers, Olmo3DecoderLayer. `w` holds one layer's weights in x's dtype; norm scales stay f32.
+    `past` holds keys and values of earlier tokens, which the masks list before this call's own.
     """
     mask, rope = (see.full_mask, see.full_rope) if full else (see.window_mask, see.window_rope)
     q_BTHh = rms_norm(jnp.einsum("BTD,DHh->BTHh", x_BTD, w["wq"]), w["q_norm"], s.eps)
     k_BTKh = rms_norm(jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wk"]), w["k_norm"], s.eps)
-    v_BTKh = jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wv"])
-    a_BTHh = attend(rotate(q_BTHh, rope), rotate(k_BTKh, rope), v_BTKh, mask)
+    new = KV(rotate(k_BTKh, rope), jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wv"]))
+    seen = new if past is None else jax.tree.map(lambda old, own: jnp.concatenate([old, own], axis=1), past, new)
+    a_BTHh = attend(rotate(q_BTHh, rope), seen.k, seen.v, mask)
     attended_BTD = rms_norm(jnp.einsum("BTHh,HhD->BTD", a_BTHh, w["wo"]), w["attention_norm"], s.eps)
     y_BTD = x_BTD + attended_BTD
     gated_BTF = jax.nn.silu(y_BTD @ w["w_gate"]) * (y_BTD @ w["w_up"])
     gated_BTF = nn.with_logical_constraint(gated_BTF, ("batch", "sequence", "mlp_features"))
     computed_BTD = rms_norm(gated_BTF @ w["w_down"], w["mlp_norm"], s.eps)
     out_BTD = nn.with_logical_constraint(y_BTD + computed_BTD, ("batch", "sequence", "features"))
-    return out_BTD, attended_BTD + computed_BTD
+    return out_BTD, attended_BTD + computed_BTD, new
 
 
-def remat_block(s: Backbone) -> Callable[..., tuple[Array, Array]]:
+def remat_block(s: Backbone) -> Callable[..., tuple[Array, Array, KV]]:
     """`block` under the backbone's remat policy."""
     policy = REMAT[s.remat]
     return block if policy is None else jax.checkpoint(block, policy=policy, static_argnums=(2, 3))

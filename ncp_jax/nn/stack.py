@@ -6,15 +6,25 @@ output: through autodiff of a scan that costs O(L^2) memory, so it is unrolled o
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 from jax import Array, lax
 
 from ncp_jax.nn.backbone import Backbone
-from ncp_jax.nn.block import Sight, Weights, cast_matrices, layer_of, remat_block
+from ncp_jax.nn.block import KV, Sight, Weights, cast_matrices, layer_of, remat_block
 
 Mixer = Callable[[int, Sequence[Array], Array], Array]  # (layer, history oldest first, update) -> routed state
 Cross = Callable[[int, Array], Array]  # (layer, routed state) -> with what other towers add
+Past = Sequence[KV] | None
+
+
+class Tower(NamedTuple):
+    """A tower's outputs: the last routed state, every layer's raw output, every layer's keys and values."""
+
+    h_BTD: Array
+    raw: tuple[Array, ...]
+    kv: tuple[KV, ...]
 
 
 def plain_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight) -> Array:
@@ -26,34 +36,37 @@ def plain_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight) -> Arra
 
     def super_block(h_BTD: Array, w: Weights) -> tuple[Array, None]:
         for i in range(period):
-            h_BTD, _ = run(h_BTD, layer_of(w, i), s, s.is_full(i), see)
+            h_BTD, _, _ = run(h_BTD, layer_of(w, i), s, s.is_full(i), see)
         return h_BTD, None
 
     if whole:
         grouped = jax.tree.map(lambda a: a[: whole * period].reshape(whole, period, *a.shape[1:]), weights)
         h_BTD, _ = lax.scan(super_block, h_BTD, grouped)
     for i in range(whole * period, L):
-        h_BTD, _ = run(h_BTD, layer_of(weights, i), s, s.is_full(i), see)
+        h_BTD, _, _ = run(h_BTD, layer_of(weights, i), s, s.is_full(i), see)
     return h_BTD
 
 
-def unrolled_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight) -> Array:
-    """Slow twin of `plain_stack`: the same layers, written out."""
-    return routed_tower(h_BTD, weights, s, see, lambda _, history, __: history[-1], lambda _, h: h)[0]
+def unrolled_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight, past: Past = None) -> Tower:
+    """Slow twin of `plain_stack`: the same layers, written out; with a cache, the only form."""
+    return routed_tower(h_BTD, weights, s, see, lambda _, history, __: history[-1], lambda _, h: h, past)
 
 
 def routed_tower(
-    h_BTD: Array, weights: Weights, s: Backbone, see: Sight, mix: Mixer, cross: Cross
-) -> tuple[Array, tuple[Array, ...]]:
-    """Run all layers, routing after each: (last routed state, every layer's raw output).
+    h_BTD: Array, weights: Weights, s: Backbone, see: Sight, mix: Mixer, cross: Cross, past: Past = None
+) -> Tower:
+    """Run all layers, routing after each.
 
-    The history that `mix` sees is the tower's input followed by raw outputs; routed states never enter it.
+    The history that `mix` sees is the tower's input followed by raw outputs; routed states never enter it. `past`
+    holds each layer's keys and values of earlier tokens.
     """
     weights = cast_matrices(weights, h_BTD.dtype)
-    run, history = remat_block(s), [h_BTD]
+    run, history, kv = remat_block(s), [h_BTD], []
     for layer in range(weights["wq"].shape[0]):
         with jax.named_scope(f"layer_{layer}"):
-            out_BTD, update_BTD = run(h_BTD, layer_of(weights, layer), s, s.is_full(layer), see)
+            earlier = None if past is None else past[layer]
+            out_BTD, update_BTD, new = run(h_BTD, layer_of(weights, layer), s, s.is_full(layer), see, earlier)
             history.append(out_BTD)
+            kv.append(new)
             h_BTD = cross(layer, mix(layer, history, update_BTD))
-    return h_BTD, tuple(history[1:])
+    return Tower(h_BTD, tuple(history[1:]), tuple(kv))

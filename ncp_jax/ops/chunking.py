@@ -38,9 +38,11 @@ def concept_index(length: int, k: int, shift: bool = True) -> Array:
     return (jnp.arange(length) + int(shift)) // k - 1
 
 
-def shift_and_repeat(c_BMD: Array, index_T: Array, available_BT: Array, fill: Array | float = 0.0) -> Array:
-    """Each token's concept, [B, T, D]; `fill` (a scalar or [D]) where none is available."""
-    return jnp.where(available_BT[:, :, None], c_BMD[:, jnp.maximum(index_T, 0)], jnp.asarray(fill, c_BMD.dtype))
+def shift_and_repeat(c_BMD: Array, index: Array, available_BT: Array, fill: Array | float = 0.0) -> Array:
+    """Each token's concept, [B, T, D]; `fill` (a scalar or [D]) where none is available. `index`: [T] or [B, T]."""
+    index = jnp.maximum(index, 0)
+    taken_BTD = c_BMD[:, index] if index.ndim == 1 else jnp.take_along_axis(c_BMD, index[:, :, None], axis=1)
+    return jnp.where(available_BT[:, :, None], taken_BTD, jnp.asarray(fill, c_BMD.dtype))
 
 
 def available(index_T: Array, concept_segments_BM: Array, segments_BT: Array) -> Array:

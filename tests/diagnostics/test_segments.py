@@ -56,10 +56,10 @@ def params():
 
 @pytest.fixture(scope="module")
 def batch():
-    """Five rows: whole, padded within a chunk, empty, and two of packed-free text."""
+    """Four rows: one ends within a chunk, one is empty, two are whole."""
     rng = np.random.default_rng(1)
-    real = np.arange(T) < np.array([T, 14, 0, T, T])[:, None]
-    draw = partial(rng.integers, 0, VOCAB, (5, T))
+    real = np.arange(T) < np.array([T, 14, 0, T])[:, None]
+    draw = partial(rng.integers, 0, VOCAB, (4, T))
     return {"tokens": jnp.asarray(draw()), "targets": jnp.asarray(draw()), "real": jnp.asarray(real),
             "scored": jnp.asarray(real), "bytes": jnp.asarray(real.sum(1))}  # fmt: skip
 
@@ -69,7 +69,7 @@ def packed(batch):
     """Two documents per row, the second starting on a chunk."""
     second = jnp.arange(T) >= 8
     segments = jnp.where(batch["real"], 1 + second, 0)
-    return batch | {"segments": segments, "positions": jnp.broadcast_to(jnp.arange(T) - 8 * second, (5, T))}
+    return batch | {"segments": segments, "positions": jnp.broadcast_to(jnp.arange(T) - 8 * second, (4, T))}
 
 
 def one_segment(seed: int = 0) -> tuple[Segment, jax.Array]:
@@ -119,7 +119,7 @@ def test_a_lesion_changes_its_segment_of_the_prediction_and_nothing_before_it(pa
         return NCP(config).apply({"params": lesioned}, batch["tokens"])
 
     found = hidden(lesion_masks(S))
-    predicted = np.asarray(found.predicted_BMD).reshape(S + 1, 5, T // K, S, W)
+    predicted = np.asarray(found.predicted_BMD).reshape(S + 1, 4, T // K, S, W)
     assert np.abs(predicted[0]).min(axis=(0, 1, 3)).max() > 0
     for s in range(S):
         others = np.arange(S) != s
@@ -134,36 +134,44 @@ def test_the_mask_has_one_experiment_per_row():
     np.testing.assert_array_equal(lesion_masks(3), [[1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0]])
 
 
-@pytest.mark.parametrize("rows", ["batch", "packed"])
-@pytest.mark.parametrize("config", [RELEASED, PAPER], ids=["released", "paper"])
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [(RELEASED, "batch"), (RELEASED, "packed"), (PAPER, "packed")],
+    ids=["released", "released-packed", "paper-packed"],
+)
 def test_errors_and_counts_of_all_segments_are_those_of_the_model(config, rows, request):
-    batch, params = request.getfixturevalue(rows), random_params(config)
-    segments, concepts = get_segments(params), observe(config, params, batch)
+    batch, params, task = request.getfixturevalue(rows), random_params(config), build_task(config, T)
+    documents, segments = batch.get("segments", batch["real"].astype(int)), get_segments(params)
 
+    @jax.jit
+    def passes(params):
+        hidden = NCP(config).apply({"params": params}, batch["tokens"], documents, batch.get("positions"))
+        return observe(config, params, batch), hidden, task.loss(params, None, batch, jax.random.key(0))
+
+    concepts, hidden, whole = passes(params)
     error_S = jax.vmap(partial(squared_error, how=config.concept.mix), in_axes=(0, None, 0, None))(
         segments, concepts.state_nD, concepts.target_SnW, concepts.paired_n
     )
-    task = build_task(config, T)
-    whole = task.loss(params, None, batch, jax.random.key(0))
     pairs = int(task.weights(batch)["ncp"]) // (D if config.loss.ncp_reduction == "mean" else 1)
     np.testing.assert_allclose(error_S.sum(), whole["ncp"], rtol=1e-5)
     assert concepts.paired_n.sum() == pairs < concepts.real_n.sum()
 
     count_SN = jax.vmap(code_counts, in_axes=(0, 0, None))(segments, concepts.own_SnW, concepts.real_n)
-    hidden = NCP(config).apply(
-        {"params": params}, batch["tokens"], batch.get("segments", batch["real"].astype(int)), batch.get("positions")
-    )
     code_BMS = nearest_codes(config, hidden.concepts_BMD, segments.codes_NW)
     np.testing.assert_array_equal(count_SN, usage(code_BMS, hidden.concept_segments_BM > 0, N))
     assert count_SN.sum() == S * concepts.real_n.sum()
 
 
-@pytest.mark.parametrize("at_once", [2, 5, 16])
+@pytest.mark.parametrize("at_once", [3, 16])
 def test_rows_sum_to_the_batch_however_many_run_at_once(params, batch, at_once):
     task = build_task(RELEASED, T)
-    rows = row_sums(task, params, None, batch, at_once)
-    whole = task.loss(params, None, batch, jax.random.key(0))
-    assert rows["ntp"].shape == (5,)
+
+    @jax.jit
+    def both(params):
+        return row_sums(task, params, None, batch, at_once), task.loss(params, None, batch, jax.random.key(0))
+
+    rows, whole = both(params)
+    assert rows["ntp"].shape == (4,)
     assert rows["ntp"][2] == 0  # the empty row
     for term in ("ntp", "ncp", "vq"):
         np.testing.assert_allclose(rows[term].sum(), whole[term], rtol=1e-5)
@@ -175,13 +183,14 @@ def test_gradients_of_the_terms_sum_to_that_of_the_objective(params, batch):
     def loss(params):
         return objective(task, task.loss(params, None, batch, jax.random.key(0)), task.weights(batch))
 
-    parts = term_gradients(task, params, None, batch, at_once=2)
-    expected = get_segments(jax.grad(loss)(params))
+    parts = jax.jit(lambda params: term_gradients(task, params, None, batch, at_once=2))(params)
+    expected = get_segments(jax.jit(jax.grad(loss))(params))
     for name in Segment._fields:
         total = sum(getattr(parts[term], name) for term in parts)
         np.testing.assert_allclose(total, getattr(expected, name), rtol=1e-4, atol=1e-6)
-    assert not parts["vq"].kernel_DN.any() and not parts["vq"].bias_N.any()
-    assert parts["vq"].codes_NW.any() and parts["ncp"].kernel_DN.any() and parts["ntp"].codes_NW.any()
+    assert not parts["vq"].kernel_DN.any()
+    assert not parts["vq"].bias_N.any()
+    assert all(gradient.codes_NW.any() for gradient in parts.values())
 
 
 def slopes(config: NCPConfig, params, batch) -> np.ndarray:
@@ -196,7 +205,7 @@ def slopes(config: NCPConfig, params, batch) -> np.ndarray:
 
 
 def test_slopes_sum_to_zero_where_every_reader_norms_the_prediction(params, batch):
-    """Euler: with normed fusion the loss is homogeneous of degree 0 in the prediction; with plain addition it is not."""
+    """Euler: with normed fusion the loss is homogeneous of degree 0 in the prediction; with plain addition not."""
     released, plain = slopes(RELEASED, params, batch), slopes(PAPER, random_params(PAPER), batch)
     assert abs(released.sum()) < 1e-3 * np.abs(released).sum()
     assert abs(plain.sum()) > 1e-2 * np.abs(plain).sum()

@@ -1,19 +1,26 @@
-"""The codebook notebook runs from its first cell to its last on a tiny trained run, and draws its pictures."""
+"""The codebook notebook runs from its first cell to its last on a tiny run, and draws its pictures."""
 
 import base64
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ncp_jax.checkpoint.store import CheckpointStore
+from ncp_jax.config import to_dict
 from ncp_jax.data.config import DataConfig, Source
 from ncp_jax.data.prepare import Options, prepare
 from ncp_jax.models.ncp.config import Concept, NCPConfig
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.optim.config import OptimConfig
-from ncp_jax.train.loop import train
+from ncp_jax.parallel.rules import unboxed
+from ncp_jax.train.families import build_task
 from ncp_jax.train.run_config import RunConfig, TrainConfig
+from ncp_jax.train.rundir import RunDirectory
+from ncp_jax.train.step import abstract_params
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -23,31 +30,40 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "codebook_segments.ipynb"
 PICTURES = 5
-WORDS = "the whale swam past an old ship and sang about rope while rain fell on a quiet sea".split()
+WORDS = ["the", "whale", "swam", "past", "an", "old", "ship", "and", "sang", "about", "rope", "while", "rain", "fell"]
 
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory) -> Path:
-    """Two training steps of a minute NCP model on a few kilobytes of random sentences."""
+    """A run of a minute NCP model on a few kilobytes of random sentences, with random weights in place of training."""
     place = tmp_path_factory.mktemp("notebook")
     random = np.random.default_rng(0)
     for number in range(40):
         (place / f"{number}.txt").write_text(" ".join(random.choice(WORDS, 120)))
     prepare([str(place)], Options(out=str(place / "corpus"), train_bpe=280, val_fraction=0.3))
-    model = NCPConfig(
-        vocab=280, encoder_layers=2, concept_layers=1, decoder_layers=1,
-        backbone=Backbone(width=16, heads=2, ffn=24, window=32, rope_theta=1e4),
-        concept=Concept(segments=4, codes=6, window=8),
-    )  # fmt: skip
-    data = DataConfig(mixture=(Source(str(place / "corpus")),), sequence=32)
-    train(
-        RunConfig(
-            name="tiny", model=model, data=data, optim=OptimConfig(), train=TrainConfig(batch=8, steps=2),
-            workdir=str(place / "run"),
+    config = RunConfig(
+        name="tiny",
+        model=NCPConfig(
+            vocab=280, encoder_layers=2, concept_layers=1, decoder_layers=1,
+            backbone=Backbone(width=16, heads=2, ffn=24, window=32, rope_theta=1e4),
+            concept=Concept(segments=4, codes=6, window=8),
         ),
-        say=lambda line: None,
+        data=DataConfig(mixture=(Source(str(place / "corpus")),), sequence=32),
+        optim=OptimConfig(), train=TrainConfig(batch=8, steps=2), workdir=str(place / "run"),
     )  # fmt: skip
-    return place / "run"
+    run = RunDirectory(config.directory)
+    with run.locked(), CheckpointStore(run.checkpoints) as checkpoints:
+        run.write_config(config, (place / "corpus" / "tokenizer.json").read_bytes(), eos=0)
+        params = random_params(config)
+        checkpoints.save(2, {"train": {"params": params}}, {"config": to_dict(config)}, best=True)
+    return run.path
+
+
+def random_params(config: RunConfig):
+    """Every leaf random: at their initial values codes are nearly zero and most routes silent."""
+    random = np.random.default_rng(0)
+    like = unboxed(abstract_params(build_task(config.model, config.data.sequence))[0])
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.3, leaf.shape), leaf.dtype), like)
 
 
 def test_the_notebook_runs_from_end_to_end(run_directory, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, M concepts (one per chunk of k tokens), D width, S segments, N codes, W = D/S, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.models.ncp.config import NCPConfig
-from ncp_jax.models.ncp.towers import ConceptModule, Decoder, Encoder, Injection
-from ncp_jax.nn.block import sight
+from ncp_jax.models.ncp.towers import ConceptModule, ConceptStates, Decoder, Encoder, Injection
+from ncp_jax.nn.block import Sight, sight
 from ncp_jax.nn.layers import Embed, Head, LayerNorm, RMSNorm, base_std
+from ncp_jax.nn.stack import Past, Tower
 from ncp_jax.ops.chunking import available, chunk_mean, chunk_positions, chunk_segments, concept_index
 
 
@@ -54,27 +56,51 @@ class NCP(nn.Module):
         see_tokens = sight(c.backbone, positions_BT, segments_BT if packed else None, self.dtype)
 
         # 1. Tokens are encoded.
-        h_BTD, encoder_raw = self.encoder(self.embed(tokens_BT), see_tokens)
-        self.sow("intermediates", "encoder_raw", encoder_raw)
-        self.sow("intermediates", "encoder_hidden", h_BTD)
+        encoder = self.encoder(self.embed(tokens_BT), see_tokens)
+        self.sow("intermediates", "encoder_raw", encoder.raw)
+        self.sow("intermediates", "encoder_hidden", encoder.h_BTD)
         # 2. Chunks of k become concepts.
-        pooled_BMD = chunk_mean(h_BTD, k)
+        pooled_BMD = chunk_mean(encoder.h_BTD, k)
         c_BMD = self.concept_norm(pooled_BMD)
         concept_segments_BM = chunk_segments(segments_BT, k)
         self.sow("intermediates", "pooled", pooled_BMD)
         # 3. The next concept is predicted.
         positions_BM = chunk_positions(positions_BT, k)
         see_concepts = sight(c.concept_backbone, positions_BM, concept_segments_BM if packed else None, self.dtype)
-        concept = self.concept(c_BMD, encoder_raw, see_concepts)
+        concept = self.concept(c_BMD, self.concept_sources(encoder.raw), see_concepts)
         self.sow("intermediates", "concept_raw", concept.raw)
         # 4. Predictions return to tokens, shifted so that none sees its own chunk's future.
         index_T = concept_index(T, k, c.concept.shift)
         inject = Injection(index_T, available(index_T, concept_segments_BM, segments_BT))
         self.sow("intermediates", "injected", inject(concept.predicted_BMD))
         # 5. Tokens are decoded.
-        out_BTD = self.decoder(h_BTD, see_tokens, encoder_raw, concept, inject)
+        out_BTD, _ = self.decoder(encoder, see_tokens, concept, inject)
         self.head()  # declared here, applied by the loss
         return Hidden(out_BTD, c_BMD, concept_segments_BM, concept.predicted_BMD, concept.logits_BMSN)
+
+    def encode(self, tokens_BT: Array, see: Sight, past: Past = None) -> Tower:
+        """The token encoder alone: one of the three parts that cached decoding calls."""
+        return self.encoder(self.embed(tokens_BT), see, past)
+
+    def conceive(self, c_BMD: Array, sources: Sequence[Array], see: Sight, past: Past = None) -> ConceptStates:
+        """The concept module alone, on normed concepts."""
+        return self.concept(c_BMD, sources, see, past)
+
+    def decode(
+        self, encoder: Tower, see: Sight, concept: ConceptStates, inject: Injection, past: Past = None
+    ) -> tuple[Array, Tower]:
+        """The token decoder alone: (final states, tower)."""
+        return self.decoder(encoder, see, concept, inject, past)
+
+    def norm_concept(self, pooled_BMD: Array) -> Array:
+        """Chunk means as the concept module wants them."""
+        return self.concept_norm(pooled_BMD)
+
+    def concept_sources(self, encoder_raw: tuple[Array, ...]) -> list[Array]:
+        """What the concept module reads of the encoder: chunk means of all layers but the last, its input."""
+        if not self.config.routing.concept_from_encoder:
+            return []
+        return [chunk_mean(raw_BTD, self.config.chunk) for raw_BTD in encoder_raw[:-1]]
 
     def logits(self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Array:
         """All token logits [B, T, V] in at least f32: for sampling and tests."""

@@ -14,30 +14,31 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.models.ncp.config import IRC, NCPConfig
-from ncp_jax.nn.block import Blocks, Sight
+from ncp_jax.nn.block import KV, Blocks, Sight
 from ncp_jax.nn.layers import LayerNorm, RMSNorm, base_std, param, truncated_normal
 from ncp_jax.nn.routes import CrossRoute, DepthRoute, Reinject
-from ncp_jax.nn.stack import Cross, Mixer, routed_tower
-from ncp_jax.ops.chunking import chunk_mean, shift_and_repeat
+from ncp_jax.nn.stack import Cross, Mixer, Past, Tower, routed_tower
+from ncp_jax.ops.chunking import shift_and_repeat
 from ncp_jax.ops.quantise import join_segments, mix, over_segments
 
 
 class Injection(NamedTuple):
-    """Where tokens get their concept from: index [T] into the concepts, and which tokens have one [B, T]."""
+    """Where tokens get their concept from: place [T] or [B, T] among the concepts, and who has one [B, T]."""
 
-    index_T: Array
+    place: Array
     available_BT: Array
 
     def __call__(self, c_BMD: Array, fill: Array | float = 0.0) -> Array:
-        return shift_and_repeat(c_BMD, self.index_T, self.available_BT, fill)
+        return shift_and_repeat(c_BMD, self.place, self.available_BT, fill)
 
 
 class ConceptStates(NamedTuple):
-    """Concept module outputs: layer outputs, head logits [B, M, S, N], predicted next concepts [B, M, D]."""
+    """Concept module outputs: layer outputs, predicted next concepts, head logits, keys and values."""
 
     raw: tuple[Array, ...]
-    logits_BMSN: Array
     predicted_BMD: Array
+    logits_BMSN: Array
+    kv: tuple[KV, ...]
 
 
 class Encoder(nn.Module):
@@ -46,25 +47,28 @@ class Encoder(nn.Module):
     config: NCPConfig
 
     @nn.compact
-    def __call__(self, h_BTD: Array, see: Sight) -> tuple[Array, tuple[Array, ...]]:
+    def __call__(self, h_BTD: Array, see: Sight, past: Past = None) -> Tower:
         c = self.config
         weights = Blocks(c.backbone, c.encoder_layers, c.layers, name="blocks")()
-        return routed_tower(h_BTD, weights, c.backbone, see, mixer(c, c.routing.irc_encoder), lambda _, h: h)
+        return routed_tower(h_BTD, weights, c.backbone, see, mixer(c, c.routing.irc_encoder), lambda _, h: h, past)
 
 
 class ConceptModule(nn.Module):
-    """Reads concepts, predicts the next one. Encoder layers reach it as chunk means (report Eq. 7-10)."""
+    """Reads concepts, predicts the next one (report Eq. 7-10).
+
+    `encoder_raw` holds chunk means [B, M, D] of the first E-1 encoder layers; the last one is the module's input.
+    """
 
     config: NCPConfig
 
     @nn.compact
-    def __call__(self, c_BMD: Array, encoder_raw: Sequence[Array], see: Sight) -> ConceptStates:
+    def __call__(self, c_BMD: Array, encoder_raw: Sequence[Array], see: Sight, past: Past = None) -> ConceptStates:
         c = self.config
         weights = Blocks(c.backbone, c.concept_layers, c.layers, name="blocks")()
         read = self._read_encoder(encoder_raw) if c.routing.concept_from_encoder else lambda _, h: h
-        h_BMD, raw = routed_tower(c_BMD, weights, c.concept_backbone, see, mixer(c, c.routing.irc_concept), read)
-        self.sow("intermediates", "routed", h_BMD)
-        u_BMD = RMSNorm(c.backbone.eps, name="final_norm")(h_BMD)
+        tower = routed_tower(c_BMD, weights, c.concept_backbone, see, mixer(c, c.routing.irc_concept), read, past)
+        self.sow("intermediates", "routed", tower.h_BTD)
+        u_BMD = RMSNorm(c.backbone.eps, name="final_norm")(tower.h_BTD)
         self.sow("intermediates", "final", u_BMD)
         logits_BMSN = Heads(c, name="heads")(u_BMD)
         codes_SNW = Codebook(c, name="codebook")()
@@ -73,13 +77,12 @@ class ConceptModule(nn.Module):
             return mix(logits_N, codes_NW, c.concept.mix)
 
         predicted_BMD = join_segments(over_segments(one_segment)(logits_BMSN, codes_SNW))
-        return ConceptStates(raw, logits_BMSN, predicted_BMD)
+        return ConceptStates(tower.raw, predicted_BMD, logits_BMSN, tower.kv)
 
     def _read_encoder(self, encoder_raw: Sequence[Array]) -> Cross:
-        """The last encoder layer is left out: it is the module's input."""
-        c, k = self.config, self.config.chunk
+        c = self.config
         norm = LayerNorm(c.backbone.width, c.backbone.eps, name="read_encoder_norm")
-        sources = [norm(chunk_mean(raw_BTD, k)) for raw_BTD in encoder_raw[:-1]]
+        sources = [norm(raw_BMD) for raw_BMD in encoder_raw]
         return lambda layer, h: h + CrossRoute(c.routing.crc_init, name=f"read_encoder_{layer}")(h, sources)
 
 
@@ -90,16 +93,17 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, h_BTD: Array, see: Sight, encoder_raw: Sequence[Array], concept: ConceptStates, inject: Injection
-    ):
+        self, encoder: Tower, see: Sight, concept: ConceptStates, inject: Injection, past: Past = None
+    ) -> tuple[Array, Tower]:
+        """(final states [B, T, D], the tower before its final norm)."""
         c = self.config
         weights = Blocks(c.backbone, c.decoder_layers, c.layers, name="blocks")()
-        u_BTD = self._fuse(h_BTD, inject(concept.predicted_BMD), inject)
+        u_BTD = self._fuse(encoder.h_BTD, inject(concept.predicted_BMD), inject)
         self.sow("intermediates", "fused", u_BTD)
-        cross = self._reads(encoder_raw, concept, inject)
-        out_BTD, raw = routed_tower(u_BTD, weights, c.backbone, see, mixer(c, c.routing.irc_decoder), cross)
-        self.sow("intermediates", "raw", raw)
-        return RMSNorm(c.backbone.eps, name="final_norm")(out_BTD)
+        cross = self._reads(encoder.raw, concept, inject)
+        tower = routed_tower(u_BTD, weights, c.backbone, see, mixer(c, c.routing.irc_decoder), cross, past)
+        self.sow("intermediates", "raw", tower.raw)
+        return RMSNorm(c.backbone.eps, name="final_norm")(tower.h_BTD), tower
 
     def _fuse(self, h_BTD: Array, b_BTD: Array, inject: Injection) -> Array:
         """Decoder input (report Eq. 12 is `add`; the released graph norms both and scales the concept)."""
