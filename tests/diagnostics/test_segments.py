@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models_for_tests import random_params
 
 from ncp_jax.diagnostics.segments import (
     Segment,
@@ -29,7 +30,6 @@ from ncp_jax.models.ncp.losses import nearest_codes
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.ops.quantise import usage
-from ncp_jax.parallel.rules import unboxed
 from ncp_jax.train.families import build_task
 from ncp_jax.train.task import objective
 
@@ -41,17 +41,9 @@ RELEASED = NCPConfig(backbone=BACKBONE, concept=Concept(chunk=K, segments=S, cod
 PAPER = paper(backbone=BACKBONE, segments=S, codes=N, **SIZES)
 
 
-def random_params(config: NCPConfig, seed: int = 0):
-    """Every leaf random: at their initial values codes are nearly zero and most routes silent."""
-    shapes = jax.eval_shape(lambda: build_task(config, T).init(jax.random.key(0)))[0]
-    rng = np.random.default_rng(seed)
-    leaves, structure = jax.tree.flatten(shapes)
-    return unboxed(jax.tree.unflatten(structure, [jnp.asarray(rng.normal(0, 0.5, a.shape), a.dtype) for a in leaves]))
-
-
 @pytest.fixture(scope="module")
 def params():
-    return random_params(RELEASED)
+    return random_params(NCP(RELEASED))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +132,7 @@ def test_the_mask_has_one_experiment_per_row():
     ids=["released", "released-packed", "paper-packed"],
 )
 def test_errors_and_counts_of_all_segments_are_those_of_the_model(config, rows, request):
-    batch, params, task = request.getfixturevalue(rows), random_params(config), build_task(config, T)
+    batch, params, task = request.getfixturevalue(rows), random_params(NCP(config)), build_task(config, T)
     documents, segments = batch.get("segments", batch["real"].astype(int)), get_segments(params)
 
     @jax.jit
@@ -206,7 +198,7 @@ def slopes(config: NCPConfig, params, batch) -> np.ndarray:
 
 def test_slopes_sum_to_zero_where_every_reader_norms_the_prediction(params, batch):
     """Euler: with normed fusion the loss is homogeneous of degree 0 in the prediction; with plain addition not."""
-    released, plain = slopes(RELEASED, params, batch), slopes(PAPER, random_params(PAPER), batch)
+    released, plain = slopes(RELEASED, params, batch), slopes(PAPER, random_params(NCP(PAPER)), batch)
     assert abs(released.sum()) < 1e-3 * np.abs(released).sum()
     assert abs(plain.sum()) > 1e-2 * np.abs(plain).sum()
 

@@ -10,25 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models_for_tests import BACKBONE, VOCAB, K, presets, random_params
 
-from ncp_jax.models.ncp.config import Concept, NCPConfig, Routing, paper
+from ncp_jax.models.ncp.config import NCPConfig, Routing
 from ncp_jax.models.ncp.losses import sums, weights
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.models.olmo3 import Olmo3, Olmo3Config
-from ncp_jax.nn.backbone import Backbone
-from ncp_jax.parallel.rules import unboxed
-
-K, VOCAB = 4, 40
-BACKBONE = Backbone(width=16, heads=2, ffn=24, window=5, full_every=2, rope_theta=1e4)
-SIZES = {"vocab": VOCAB, "encoder_layers": 2, "concept_layers": 2, "decoder_layers": 1}
-
-
-def presets() -> dict[str, NCPConfig]:
-    concept = Concept(chunk=K, segments=4, codes=6, window=2)
-    return {
-        "released": NCPConfig(backbone=BACKBONE, concept=concept, **SIZES),
-        "paper": paper(backbone=BACKBONE, segments=4, codes=6, **SIZES),
-    }
 
 
 def cases() -> dict[str, NCPConfig]:
@@ -47,16 +34,6 @@ def cases() -> dict[str, NCPConfig]:
             routing=dataclasses.replace(base.routing, **paths, **irc),
         )
     return found
-
-
-def random_params(model, seed: int = 0):
-    """Every leaf random: at their initial values most routes are silent."""
-    shapes = unboxed(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, K), jnp.int32)))["params"]
-    rng = np.random.default_rng(seed)
-    dtype = jnp.result_type(float)
-    return jax.tree.map(
-        lambda a: jnp.asarray(rng.normal(size=a.shape) / np.sqrt(max(a.shape[-1:] or [1])), dtype), shapes
-    )
 
 
 def logits_of(model, params):

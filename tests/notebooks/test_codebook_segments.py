@@ -4,23 +4,20 @@ import base64
 import os
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from models_for_tests import random_params
 
 from ncp_jax.checkpoint.store import CheckpointStore
 from ncp_jax.config import to_dict
 from ncp_jax.data.config import DataConfig, Source
 from ncp_jax.data.prepare import Options, prepare
 from ncp_jax.models.ncp.config import Concept, NCPConfig
+from ncp_jax.models.ncp.model import NCP
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.optim.config import OptimConfig
-from ncp_jax.parallel.rules import unboxed
-from ncp_jax.train.families import build_task
 from ncp_jax.train.run_config import RunConfig, TrainConfig
 from ncp_jax.train.rundir import RunDirectory
-from ncp_jax.train.step import abstract_params
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -54,16 +51,9 @@ def run_directory(tmp_path_factory) -> Path:
     run = RunDirectory(config.directory)
     with run.locked(), CheckpointStore(run.checkpoints) as checkpoints:
         run.write_config(config, (place / "corpus" / "tokenizer.json").read_bytes(), eos=0)
-        params = random_params(config)
-        checkpoints.save(2, {"train": {"params": params}}, {"config": to_dict(config)}, best=True)
+        weights = random_params(NCP(config.model))
+        checkpoints.save(2, {"train": {"params": weights}}, {"config": to_dict(config)}, best=True)
     return run.path
-
-
-def random_params(config: RunConfig):
-    """Every leaf random: at their initial values codes are nearly zero and most routes silent."""
-    random = np.random.default_rng(0)
-    like = unboxed(abstract_params(build_task(config.model, config.data.sequence))[0])
-    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.3, leaf.shape), leaf.dtype), like)
 
 
 def test_the_notebook_runs_from_end_to_end(run_directory, tmp_path, monkeypatch):

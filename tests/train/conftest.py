@@ -1,7 +1,9 @@
-"""Fixtures of the trainer's tests: one prepared corpus per session."""
+"""Fixtures of the trainer's tests: one prepared corpus, and compiled programs shared by all runs of a session."""
 
+import os
 from pathlib import Path
 
+import jax
 import pytest
 from tiny_runs import prepare_corpus
 
@@ -9,3 +11,17 @@ from tiny_runs import prepare_corpus
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     return prepare_corpus(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """Runs of one shape, also in processes started by tests, compile once."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+                "jax_persistent_cache_min_compile_time_secs": 0.2}  # fmt: skip
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    yield
+    for name in settings:
+        del os.environ[name.upper()]
+    jax.config.update("jax_compilation_cache_dir", None)
