@@ -115,6 +115,21 @@ def watch_batches(patch: Callable[[Any, str, Any], None], seen: Callable[[int, d
     patch(loop, "with_bytes", with_bytes)
 
 
+def use_devices(patch: Callable[[Any, str, Any], None], count: int) -> None:
+    """Let runs use the first `count` devices: eight simulated ones on two cores are slow."""
+    original = loop.make_mesh
+    patch(loop, "make_mesh", lambda config, devices=None: original(config, devices or jax.devices()[:count]))
+
+
+def config_file(folder: Path, corpus: Path | str, model: str) -> Path:
+    """A file for `ncp-jax train` that returns run_config."""
+    file = folder / f"tiny_{model}.py"
+    file.write_text(
+        f"from tiny_runs import run_config\n\n\ndef config():\n    return run_config({str(corpus)!r}, None, {model!r})\n"
+    )
+    return file
+
+
 def digest(batch: dict[str, np.ndarray]) -> int:
     """Checksum of a batch."""
     return zlib.crc32(b"".join(batch[name].tobytes() for name in sorted(batch)))

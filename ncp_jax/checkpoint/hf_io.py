@@ -113,7 +113,7 @@ def save_leaves(
                     f"{list(shapes[leaf]) if leaf in shapes else 'no such leaf'}"
                 )
             for tensor, part in parts[leaf]:
-                value = np.asarray(array if part.index is None else array[part.index])
+                value = np.asarray(array if part.at is None else array[part.at])
                 written = value.astype(dtype)
                 if written.dtype.itemsize < value.dtype.itemsize and (written.astype(value.dtype) != value).any():
                     rounded.add(tensor.name)
@@ -163,7 +163,7 @@ def _view(files: TensorFiles, stored: str, part: Part) -> np.ndarray:
 def _on_host(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, pieces: Pieces) -> jax.Array:
     whole = np.empty(shape, dtype)
     for part, view in pieces:
-        whole[... if part.index is None else part.index] = view()
+        whole[... if part.at is None else part.at] = view()
     return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
 
 
@@ -171,10 +171,10 @@ def _on_device(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, piec
     """Slices travel in their stored dtype; each is waited for, so that no second copy of one lies on the host."""
     leaf = None
     for part, view in pieces:
-        if part.index is None:
+        if part.at is None:
             return jax.block_until_ready(_put(view(), sharding).astype(dtype))
         leaf = jnp.zeros(shape, dtype, device=sharding) if leaf is None else leaf
-        leaf = jax.block_until_ready(_set_entry(leaf, _put(view(), _entry_sharding(sharding)), part.index, sharding))
+        leaf = jax.block_until_ready(_set_entry(leaf, _put(view(), _entry_sharding(sharding)), part.at, sharding))
     assert leaf is not None  # a leaf has parts
     return leaf
 

@@ -46,7 +46,7 @@ class Part(NamedTuple):
     """Where a slice goes: a leaf, and the entry on its first axis (layer or segment); None: the whole leaf."""
 
     leaf: str
-    index: int | None
+    at: int | None
     layout: Layout
 
 
@@ -75,7 +75,7 @@ class NameMap:
         counts: dict[str, int] = {}
         shapes: dict[str, Shape] = {}
         for part in (part for tensor in self.tensors for part in tensor.parts):
-            stacked = part.index is not None
+            stacked = part.at is not None
             counts[part.leaf] = counts.get(part.leaf, 0) + 1
             shapes[part.leaf] = (counts[part.leaf], *part.layout.shape) if stacked else part.layout.shape
         return shapes

@@ -30,7 +30,7 @@ class Tower(NamedTuple):
 def plain_stack(h_BTD: Array, weights: Weights, s: Backbone, see: Sight) -> Array:
     """Run all layers in sequence."""
     weights = cast_matrices(weights, h_BTD.dtype)
-    run, L = remat_block(s), weights["wq"].shape[0]
+    run, L = remat_block(s), len(weights["wq"])
     period = 1 if s.window is None else s.full_every
     whole = L // period if L // period > 1 else 0
 
@@ -62,7 +62,7 @@ def routed_tower(
     """
     weights = cast_matrices(weights, h_BTD.dtype)
     run, history, kv = remat_block(s), [h_BTD], []
-    for layer in range(weights["wq"].shape[0]):
+    for layer in range(len(weights["wq"])):
         with jax.named_scope(f"layer_{layer}"):
             earlier = None if past is None else past[layer]
             out_BTD, update_BTD, new = run(h_BTD, layer_of(weights, layer), s, s.is_full(layer), see, earlier)

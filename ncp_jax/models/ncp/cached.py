@@ -52,10 +52,9 @@ def empty_cache(model: NCP, batch: int, capacity: int, rollback: int) -> Cache:
     chunks, back = -(-capacity // c.chunk), rollback // c.chunk + 2
     row = [(c.backbone.width,)]
     sources = c.encoder_layers - 1 if c.routing.concept_from_encoder else 0
-    zero_B = jnp.zeros(batch, jnp.int32)
     return Cache(
-        length_B=zero_B,
-        prompt_B=zero_B,
+        length_B=jnp.zeros(batch, jnp.int32),  # an array of its own: the cache is donated
+        prompt_B=jnp.zeros(batch, jnp.int32),
         encoder=empty_tower(c.backbone, c.encoder_layers, batch, capacity, rollback, dtype),
         concept=empty_tower(c.concept_backbone, c.concept_layers, batch, chunks, back, dtype),
         decoder=empty_tower(c.backbone, c.decoder_layers, batch, capacity, rollback, dtype),
