@@ -40,7 +40,7 @@ def nano(name: str, model) -> RunConfig:
     return RunConfig(
         name=name,
         model=model,
-        data=DataConfig(mixture=(Source("corpora/tiny"),), sequence=128, packing="concat"),
+        data=DataConfig(mixture=(Source("corpora/tiny"),), sequence=128, packing="documents"),
         optim=OPTIM,
         train=TrainConfig(batch=8, steps=450, diagnose_every=50),
         evaluation=EvaluationConfig(every=50, batch=32),

@@ -153,6 +153,9 @@ def _explain(problem: Any, values: dict) -> str:
     key = ".".join(map(str, place))
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"unknown config field '{key}' (value {problem['input']!r})"
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # raised by a config's own check: it names field and value already
+        return str(cause)
     return f"config field '{key}': {problem['msg']}, got {problem['input']!r}"
 
 

@@ -1,11 +1,16 @@
-"""Golden files of the official computations: their configs and weights in our names."""
+"""Golden files of the official computations: their configs, and their weights in our names and as published folders."""
 
 import json
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
+from ncp_jax.checkpoint.hf_names import NameMap
+from ncp_jax.checkpoint.leaves import nest
+from ncp_jax.convert.formats import name_map
+from ncp_jax.convert.ncp_fields import PINNED
 from ncp_jax.models.ncp.config import Concept, NCPConfig
 from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.nn.backbone import Backbone
@@ -16,6 +21,10 @@ MIX = {"raw_logits": "raw_logits", "softmax": "softmax", "hard_top1": "hard"}
 
 def load(name: str):
     return np.load(GOLDEN / f"{name}.npz")
+
+
+def tensors(golden) -> dict[str, np.ndarray]:
+    return {name.removeprefix("w/"): golden[name] for name in golden.files if name.startswith("w/")}
 
 
 def ncp_config(fields: dict, mix: str | None = None) -> NCPConfig:
@@ -40,143 +49,102 @@ def config_fields(golden) -> dict:
     return json.loads(str(golden["config_json"]))
 
 
-def blocks(get, prefix: str, layers: int, s: Backbone) -> dict:
-    """One tower's stacked weights from per-layer tensors stored [out, in]."""
-    D, H, K, h = s.width, s.heads, s.kv, s.head_dim
-
-    def stack(name, change):
-        return jnp.stack([change(get(f"{prefix}.layers.{i}.{name}")) for i in range(layers)])
-
-    def norm(heads):
-        return lambda w: w.reshape(heads, h) if w.size == heads * h and s.qk_norm == "full" else w
-
-    return {
-        "wq": stack("self_attn.q_proj.weight", lambda w: w.T.reshape(D, H, h)),
-        "wk": stack("self_attn.k_proj.weight", lambda w: w.T.reshape(D, K, h)),
-        "wv": stack("self_attn.v_proj.weight", lambda w: w.T.reshape(D, K, h)),
-        "wo": stack("self_attn.o_proj.weight", lambda w: w.T.reshape(H, h, D)),
-        "q_norm": stack("self_attn.q_norm.weight", norm(H)),
-        "k_norm": stack("self_attn.k_norm.weight", norm(K)),
-        "attention_norm": stack("post_attention_layernorm.weight", lambda w: w),
-        "w_gate": stack("mlp.gate_proj.weight", jnp.transpose),
-        "w_up": stack("mlp.up_proj.weight", jnp.transpose),
-        "w_down": stack("mlp.down_proj.weight", jnp.transpose),
-        "mlp_norm": stack("post_feedforward_layernorm.weight", lambda w: w),
-    }
-
-
-def ncp_params(get, c: NCPConfig) -> dict:
-    """Our tree from the official names; `get(name)` returns a tensor."""
-    s, E, C, D = c.backbone, c.encoder_layers, c.concept_layers, c.decoder_layers
-
-    def norm(name, **names):
-        return {"scale": get(f"{name}.weight"), "bias": get(f"{name}.bias")}
-
-    def irc(name):
-        return {
-            "static": get(f"{name}.static_a"),
-            "w1": get(f"{name}.w1.weight").T,
-            "w2": get(f"{name}.w2.weight").T,
-        }
-
-    def crc(name):
-        return {
-            "diagonal": get(f"{name}.residual_diag"),
-            "w1": get(f"{name}.w1.weight").T,
-            "w2": get(f"{name}.w2.weight").T,
-        }
-
-    def reinject(name):
-        return {
-            "norm_scale": get(f"{name}.concept_norm.weight"),
-            "norm_bias": get(f"{name}.concept_norm.bias"),
-            "diagonal": get(f"{name}.final_diag"),
-        }
-
-    head, S = "model.concept_predictor", range(c.concept.segments)
-    encoder = {"blocks": blocks(get, "model.encoder", E, s)}
-    encoder |= {f"irc_{i}": irc(f"model.dd_encoder_self_dd.depth_dds.{i}") for i in range(E)}
-    concept = {
-        "blocks": blocks(get, f"{head}.hlm_block", C, s),
-        "final_norm": {"scale": get(f"{head}.hlm_block.norm.weight")},
-        "heads": {
-            "kernel": jnp.stack([get(f"{head}.prediction_heads.{i}.weight").T for i in S]),
-            "bias": jnp.stack([get(f"{head}.prediction_heads.{i}.bias") for i in S]),
-        },
-        "codebook": {"codes": jnp.stack([get(f"model.concept_quantizer.codebook.{i}") for i in S])},
-        "read_encoder_norm": norm(f"{head}.concept_read_encoder_shared_source_norm"),
-    }
-    concept |= {f"irc_{i}": irc(f"{head}.concept_self_dd.depth_dds.{i}") for i in range(C)}
-    concept |= {f"read_encoder_{i}": crc(f"{head}.concept_read_encoder_routes.{i}") for i in range(C)}
-    decoder = {
-        "blocks": blocks(get, "model.decoder", D, s),
-        "final_norm": {"scale": get("model.decoder.norm.weight")},
-        "fusion_token_norm": norm("model.fusion_tok_norm"),
-        "fusion_concept_norm": norm("model.fusion_hl_norm"),
-        "fusion_scale": get("model.fusion_norm_alpha"),
-        "gate_logits": get("model.final_read_concept_gate_logits"),
-        "read_encoder_norm": norm("model.decoder_read_encoder_shared_source_norm"),
-        "read_concept_norm": norm("model.decoder_read_concept_shared_source_norm"),
-    }
-    decoder |= {f"irc_{i}": irc(f"model.dd_two_route_add.decoder_dds.{i}") for i in range(D)}
-    decoder |= {f"reinject_{i}": reinject(f"model.dd_two_route_add.concept_routes.{i}") for i in range(D)}
-    decoder |= {f"read_encoder_{i}": crc(f"model.decoder_read_encoder_routes.{i}") for i in range(D)}
-    decoder |= {f"read_concept_{i}": crc(f"model.decoder_read_concept_routes.{i}") for i in range(D)}
-    return {
-        "embed": {"table": get("model.embed_tokens.weight")},
-        "head": {"kernel": get("lm_head.weight").T},
-        "concept_norm": norm("model.concept_vq_input_norm"),
-        "encoder": encoder,
-        "concept": concept,
-        "decoder": decoder,
-    }
+def ncp_params(get, c: NCPConfig, format: str = "ncp_olmo3") -> dict:
+    """Our tree from the official names; `get(name)` returns a tensor, traced or not."""
+    return _tree(name_map(c, format), get)
 
 
 def olmo3(golden) -> tuple[Olmo3Config, dict]:
     """Config and parameters of the transformers golden."""
     f = config_fields(golden)
-
-    def get(name):
-        return golden[f"w/{name}"]
-
     backbone = Backbone(
         width=f["hidden_size"], heads=f["num_attention_heads"], kv_heads=f["num_key_value_heads"],
         ffn=f["intermediate_size"], window=f["sliding_window"], rope_theta=f["rope_theta"], eps=f["rms_norm_eps"],
     )  # fmt: skip
-    params = {
-        "embed": {"table": get("model.embed_tokens.weight")},
-        "head": {"kernel": get("lm_head.weight").T},
-        "blocks": blocks(get, "model", f["num_hidden_layers"], backbone),
-        "final_norm": {"scale": get("model.norm.weight")},
-    }
-    return Olmo3Config(vocab=f["vocab_size"], layers=f["num_hidden_layers"], backbone=backbone), params
+    config = Olmo3Config(vocab=f["vocab_size"], layers=f["num_hidden_layers"], backbone=backbone)
+    return config, _tree(name_map(config, "olmo3"), tensors(golden).__getitem__)
 
 
-def native_get(tensors: dict, c: NCPConfig):
-    """Official HF names out of native tensors: fused QKV rows are [head, (q, k, v), head size]."""
-    s = c.backbone
-    fused = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-    plain = {"o_proj": "linear_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+def publish(folder: Path, golden, format: str, shards: int = 2) -> Path:
+    """A golden's weights as the folder that its authors would publish."""
+    folder.mkdir(parents=True, exist_ok=True)
+    f = config_fields(golden)
+    fields = f | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(fields if format == "olmo3" else ncp_fields(f, format)))
+    write_shards(folder, tensors(golden), shards)
+    return folder
+
+
+def write_shards(folder: Path, named: dict[str, np.ndarray], shards: int = 2) -> None:
+    """Safetensors files and their index, by the official package."""
+    names, weight_map = sorted(named), {}
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[number::shards]
+        save_file({name: np.array(named[name], order="C") for name in mine}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def ncp_fields(f: dict, format: str = "ncp_olmo3") -> dict:
+    """config.json of a golden of the released graph."""
+    identity = {
+        "ncp_olmo3": ("NCPOlmo3ForCausalLM", "ncp_olmo3", "huggingface_state_dict"),
+        "native": ("ConceptLMV22VQForCausalLM", "conceptlm_v22_vq", "native_megatron_state_dict"),
+    }[format]
+    return PINNED | {
+        "architectures": [identity[0]], "model_type": identity[1], "weight_key_format": identity[2],
+        "hidden_size": f["hidden"], "num_layers": f["enc"] + f["dec"], "num_attention_heads": f["heads"],
+        "num_query_groups": f["heads"], "ffn_hidden_size": f["ffn"], "vocab_size": f["vocab"],
+        "max_sequence_length": 64, "layernorm_epsilon": f["eps"], "qk_norm_mode": f["qk_mode"],
+        "position_embedding_type": "rope", "rotary_base": f["theta"], "rotary_percent": f["rotary_percent"],
+        "rotary_interleaved": False, "window_size": [f["window"], 0], "window_attn_skip_freq": f["skip"],
+        "conceptlm_hlm_attention_mode": f["hlm_mode"], "conceptlm_hlm_ffn_hidden_size": None,
+        "conceptlm_encoder_layers": f["enc"], "conceptlm_special_layers": f["hlm"],
+        "conceptlm_decoder_layers": f["dec"], "conceptlm_chunk_size": f["k"], "conceptlm_shift_feature": f["shift"],
+        "conceptlm_v22_vq_codebook_size": f["book_size"], "conceptlm_v22_vq_num_codebooks": f["n_books"],
+        "conceptlm_v22_vq_merge_mode": f["merge"],
+    }  # fmt: skip
+
+
+def native_tensors(named: dict[str, np.ndarray], heads: int) -> dict[str, np.ndarray]:
+    """Released names -> native names, written independently of the importer's map: rows fused by hand."""
     renamed = {
-        "model.embed_tokens.weight": "embedding.word_embeddings.weight",
-        "lm_head.weight": "output_layer.weight",
-        "model.decoder.norm.weight": "decoder.final_layernorm.weight",
-        "model.concept_predictor.hlm_block.norm.weight": "concept_predictor.hlm_block.final_layernorm.weight",
-    }
+        "embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer",
+        "self_attn.o_proj": "self_attention.linear_proj",
+        "self_attn.q_norm": "self_attention.q_layernorm", "self_attn.k_norm": "self_attention.k_layernorm",
+        "mlp.down_proj": "mlp.linear_fc2", "decoder.norm": "decoder.final_layernorm",
+        "hlm_block.norm": "hlm_block.final_layernorm",
+    }  # fmt: skip
+    native = {}
+    for name, value in named.items():
+        new = name.removeprefix("model.")
+        if "k_proj" in name or "v_proj" in name or "up_proj" in name:
+            continue
+        if "q_proj" in name:
+            per_head = [np.split(named[name.replace("q_proj", f"{part}_proj")], heads) for part in "qkv"]
+            value = np.concatenate([rows for head in zip(*per_head, strict=True) for rows in head])
+            new = new.replace("self_attn.q_proj", "self_attention.linear_qkv")
+        if "gate_proj" in name:
+            value, new = (
+                np.concatenate([value, named[name.replace("gate", "up")]]),
+                new.replace("gate_proj", "linear_fc1"),
+            )
+        for theirs, other in renamed.items():
+            new = new.replace(theirs, other)
+        native[new] = value
+    return native
 
-    def get(name: str):
-        native = renamed.get(name, name.removeprefix("model."))
-        for part, index in fused.items():
-            if f"self_attn.{part}" in native:
-                qkv = tensors[native.replace(f"self_attn.{part}", "self_attention.linear_qkv")]
-                return qkv.reshape(s.heads, 3, s.head_dim, s.width)[:, index].reshape(s.width, s.width)
-        for part, other in plain.items():
-            native = native.replace(f"self_attn.{part}", f"self_attention.{other}")
-        if "mlp.down_proj" in native:
-            return tensors[native.replace("down_proj", "linear_fc2")]
-        for part, rows in {"gate_proj": slice(0, s.ffn), "up_proj": slice(s.ffn, None)}.items():
-            if f"mlp.{part}" in native:
-                return tensors[native.replace(part, "linear_fc1")][rows]
-        return tensors[native]
 
-    return get
+def _tree(names: NameMap, get) -> dict:
+    """Our tree by the importer's own map, without files: tensors may be traced."""
+    slices: dict[str, dict] = {}
+    for tensor in names.tensors:
+        for part in tensor.parts:
+            slices.setdefault(part.leaf, {})[part.at] = part.layout.ours(get(tensor.name))
+    return nest(
+        {
+            leaf: parts[None] if None in parts else jnp.stack([parts[i] for i in range(len(parts))])
+            for leaf, parts in slices.items()
+        }
+    )

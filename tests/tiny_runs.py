@@ -124,9 +124,8 @@ def use_devices(patch: Callable[[Any, str, Any], None], count: int) -> None:
 def config_file(folder: Path, corpus: Path | str, model: str) -> Path:
     """A file for `ncp-jax train` that returns run_config."""
     file = folder / f"tiny_{model}.py"
-    file.write_text(
-        f"from tiny_runs import run_config\n\n\ndef config():\n    return run_config({str(corpus)!r}, None, {model!r})\n"
-    )
+    call = f"run_config({str(corpus)!r}, None, {model!r})"
+    file.write_text(f"from tiny_runs import run_config\n\n\ndef config():\n    return {call}\n")
     return file
 
 

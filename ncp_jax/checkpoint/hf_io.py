@@ -1,11 +1,14 @@
 """Between safetensors folders and parameter trees: one tensor at a time, onto any sharding, nothing unaccounted for.
 
-Host memory: the pages of one tensor, and one copy of it in our layout. A large leaf is assembled where it lives, slice
-by slice; leaves below BUFFER_BYTES are assembled on the host, which spares a compilation for each of their shapes.
+Host memory: twice one tensor, its pages and a copy in our layout, or that copy and the transfer's. A large leaf is
+assembled where it lives, slice by slice; leaves up to BUFFER_BYTES are assembled on the host, which spares a
+compilation for each of their shapes.
 """
 
+import dataclasses
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +26,8 @@ from ncp_jax.checkpoint.leaves import CheckpointMismatch
 BUFFER_BYTES = 32 << 20
 READABLE = ("bfloat16", "float16", "float32")  # float64 would be cut, integers and float8 need scales that are not here
 IGNORED = "._extra_state"  # transformer-engine bookkeeping, no weights
-COPY_ROWS = 256  # rows per task of a copy that reorders axes
+ALIGNMENT = 64  # bytes; XLA's
+BLOCK_BYTES = 4 << 20  # of one task of a copy that reorders axes
 
 
 class HFMismatch(CheckpointMismatch, HFError):
@@ -48,7 +52,7 @@ def match(names: NameMap, files: TensorFiles) -> dict[str, str]:
     cores = {name.removeprefix(names.root): name for name in expected}
     found: dict[str, str] = {}
     lines = []
-    for stored, place in files.tensors.items():
+    for stored, place in sorted(files.tensors.items()):
         if stored.endswith(IGNORED):
             continue
         name = _resolve(stored, cores)
@@ -86,18 +90,14 @@ def load_leaves(
     parts = _parts_by_leaf(names)
     leaves = {}
     for leaf, shape in names.leaves().items():
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         assemble = _on_host if size <= buffer_bytes else _on_device
-        pieces = ((part, partial(_view, files, found[tensor.name], part)) for tensor, part in parts[leaf])
+        pieces = [_Piece(files, found[tensor.name], part) for tensor, part in parts[leaf]]
         leaves[leaf] = assemble(shape, np.dtype(dtype), shardings[leaf], pieces)
-        for tensor, _ in parts[leaf]:
-            files.forget(found[tensor.name])
     return leaves
 
 
-def save_leaves(
-    names: NameMap, writer: TensorWriter, batches: Iterable[Mapping[str, Any]], dtype: Any = jnp.bfloat16
-) -> Written:
+def save_leaves(names: NameMap, writer: TensorWriter, batches: Iterable[Mapping[str, Any]]) -> Written:
     """Fill a new checkpoint from `batches` of leaves (numpy or jax arrays); each batch is dropped before the next.
 
     Raises CheckpointMismatch for leaves that are missing, unknown or of another shape.
@@ -112,18 +112,24 @@ def save_leaves(
                     f"leaf {leaf} {list(array.shape)} does not fit format {names.format}, which has "
                     f"{list(shapes[leaf]) if leaf in shapes else 'no such leaf'}"
                 )
-            for tensor, part in parts[leaf]:
-                value = np.asarray(array if part.at is None else array[part.at])
-                written = value.astype(dtype)
-                if written.dtype.itemsize < value.dtype.itemsize and (written.astype(value.dtype) != value).any():
-                    rounded.add(tensor.name)
-                _copy(part.layout.ours(writer.array(tensor.name)), written)
-                writer.forget(tensor.name)
-            done.add(leaf)
+            rounded |= _fill(writer, parts[leaf], array)
+        done |= batch.keys()
+        del batch, array  # the next batch needs their room
     if missing := sorted(shapes.keys() - done):
         raise CheckpointMismatch(f"format {names.format} needs leaves that are not there: {', '.join(missing)}")
     writer.finish()
     return Written(len(names.tensors), names.parameters, tuple(sorted(rounded)))
+
+
+def _fill(writer: TensorWriter, parts: Iterable[tuple[Tensor, Part]], array: Any) -> set[str]:
+    """Write one leaf; the names of tensors that lost bits."""
+    rounded = set()
+    for tensor, part in parts:
+        value = np.asarray(array if part.at is None else array[part.at])
+        if _copy(part.layout.ours(writer.array(tensor.name)), value):
+            rounded.add(tensor.name)
+        writer.forget(tensor.name)
+    return rounded
 
 
 def _resolve(stored: str, cores: Mapping[str, str]) -> str | None:
@@ -153,43 +159,56 @@ def _parts_by_leaf(names: NameMap) -> dict[str, list[tuple[Tensor, Part]]]:
     return parts
 
 
-Pieces = Iterable[tuple[Part, Callable[[], np.ndarray]]]
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A slice of a leaf, still in its file."""
+
+    files: TensorFiles
+    stored: str
+    part: Part
+
+    def read(self, wanted: Iterable[Any]) -> dict[str, np.ndarray]:
+        """Contiguous copies of parts of the slice, by `str` of the part; then the file's pages are given back."""
+        view = self.part.layout.ours(self.files.array(self.stored))
+        copies: dict[str, np.ndarray] = {}
+        for index in wanted:  # devices that hold the same values share one copy
+            if str(index) not in copies:
+                copies[str(index)] = _aligned(view[index].shape, view.dtype)
+                _copy(copies[str(index)], view[index])
+        self.files.forget(self.stored)
+        return copies
 
 
-def _view(files: TensorFiles, stored: str, part: Part) -> np.ndarray:
-    return part.layout.ours(files.array(stored))
-
-
-def _on_host(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, pieces: Pieces) -> jax.Array:
+def _on_host(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, pieces: list[_Piece]) -> jax.Array:
     whole = np.empty(shape, dtype)
-    for part, view in pieces:
-        whole[... if part.at is None else part.at] = view()
+    for piece in pieces:
+        (values,) = piece.read([()]).values()
+        whole[... if piece.part.at is None else piece.part.at] = values
     return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
 
 
-def _on_device(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, pieces: Pieces) -> jax.Array:
+def _on_device(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, pieces: list[_Piece]) -> jax.Array:
     """Slices travel in their stored dtype; each is waited for, so that no second copy of one lies on the host."""
     leaf = None
-    for part, view in pieces:
-        if part.at is None:
-            return jax.block_until_ready(_put(view(), sharding).astype(dtype))
-        leaf = jnp.zeros(shape, dtype, device=sharding) if leaf is None else leaf
-        leaf = jax.block_until_ready(_set_entry(leaf, _put(view(), _entry_sharding(sharding)), part.at, sharding))
+    for piece in pieces:
+        if piece.part.at is None:
+            raw = _put(piece, sharding)
+            leaf = raw.astype(dtype)
+        else:
+            raw = _put(piece, _entry_sharding(sharding))
+            leaf = jnp.zeros(shape, dtype, device=sharding) if leaf is None else leaf
+            leaf = _set_entry(leaf, raw, piece.part.at, sharding)
+        jax.block_until_ready(leaf)
     assert leaf is not None  # a leaf has parts
     return leaf
 
 
-def _put(view: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A view of a file as a device array. Devices that hold the same values share one copy on the host."""
-    copies: dict[str, np.ndarray] = {}
-
-    def local(index) -> np.ndarray:
-        key = str(index)
-        if key not in copies:
-            copies[key] = _contiguous(view[index])
-        return copies[key]
-
-    return jax.make_array_from_callback(view.shape, sharding, local)
+def _put(piece: _Piece, sharding: Sharding) -> jax.Array:
+    shape = piece.part.layout.shape
+    places = sharding.addressable_devices_indices_map(shape)
+    copies = piece.read(places.values())
+    arrays = [jax.device_put(copies[str(index)], device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="sharding")
@@ -205,25 +224,36 @@ def _entry_sharding(sharding: Sharding) -> Sharding:
     return sharding  # one device
 
 
-def _contiguous(view: np.ndarray) -> np.ndarray:
-    new = np.empty(view.shape, view.dtype)
-    _copy(new, view)
-    return new
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised, on a boundary from which the CPU backend takes an array as it is, without a copy of its own."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _copy(into: np.ndarray, source: np.ndarray) -> None:
-    """Equal shapes and dtypes, any strides, all cores. Bits are copied as integers, which frees Python's lock."""
-    bits = f"u{source.dtype.itemsize}"
-    into, source = into.view(bits), source.view(bits)
-    if source.ndim == 0 or source.shape[0] <= COPY_ROWS:
-        into[...] = source
-        return
+def _copy(into: np.ndarray, source: np.ndarray) -> bool:
+    """Copy values between equal shapes, any strides, on all cores; whether the target's dtype could not hold some."""
+    if into.ndim == 0:
+        into, source = into.reshape(1), source.reshape(1)
+    rows = max(1, BLOCK_BYTES * into.shape[0] // max(source.nbytes, 1))
 
-    def block(start: int) -> None:
-        into[start : start + COPY_ROWS] = source[start : start + COPY_ROWS]
+    def block(start: int) -> bool:
+        values = source[start : start + rows]
+        new = values.astype(into.dtype, copy=False)
+        # As integers: numpy moves their bits without Python's lock.
+        _bits(into)[start : start + rows] = _bits(new)
+        return new.dtype != values.dtype and bool((new.astype(values.dtype) != values).any())
 
+    starts = range(0, into.shape[0], rows)
+    if len(starts) <= 1:
+        return any(map(block, starts))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(block, range(0, source.shape[0], COPY_ROWS)))
+        return any(list(pool.map(block, starts)))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def _shape(tensor: StoredTensor | Tensor) -> str:

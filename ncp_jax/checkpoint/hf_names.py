@@ -6,7 +6,7 @@ it, so the two directions cannot differ. Shapes follow from a model's sizes; no 
 
 Shapes: D width, H heads, K key-value heads, h head size, F feed-forward width, L layers, S segments, N codes, W = D/S,
 V vocabulary, n sources of a route. Their matrices are [out, in], ours [in, out]. Names: transformers (Olmo3) and the
-public runtime ncp-olmo-eval 0.1.1 (its table of shapes and key aliases).
+released runtime, ncp-olmo-eval 0.1.1 (its table of shapes and key aliases).
 """
 
 import dataclasses

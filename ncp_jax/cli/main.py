@@ -10,7 +10,7 @@ import os
 import sys
 
 # Each lives in ncp_jax/cli/NAME.py as add_parser(subparsers) and run(args).
-SUBCOMMANDS = ("data", "train", "sample", "report", "yardsticks")
+SUBCOMMANDS = ("data", "train", "sample", "report", "yardsticks", "convert")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """`ncp-jax yardsticks RUN`: the run's held-out bits per byte beside models that need no training."""
 
 import argparse
+import itertools
 from pathlib import Path
 
 
@@ -43,4 +44,4 @@ def run(args: argparse.Namespace) -> int:
 def _texts(store, tokenizer) -> list[str]:
     """The documents of a store. Byte-level tokenizers give the text back exactly."""
     ids, bounds = store.read(0, store.manifest.tokens), store.offsets
-    return [tokenizer.decode(ids[a : b - 1]) for a, b in zip(bounds, bounds[1:], strict=False)]  # without end-of-text
+    return [tokenizer.decode(ids[a : b - 1]) for a, b in itertools.pairwise(bounds)]  # without end-of-text

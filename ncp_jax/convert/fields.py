@@ -1,6 +1,7 @@
 """Fields: a published config.json read name by name, where what is wrong, absent or left over is one error."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -43,7 +44,7 @@ class Fields:
     def number(self, *names: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
         """A number above `above`."""
         value = self._take(names, default)
-        if value is not default and (type(value) not in (int, float) or not value > above):
+        if value is not default and (type(value) not in (int, float) or not above < value < math.inf):
             return self._wrong(names, value, f"must be a number above {above}", above + 1)
         return above + 1 if value is REQUIRED else value if value is default else float(value)
 

@@ -6,6 +6,7 @@ olmo3      OLMo-3, for transformers                           Olmo3ForCausalLM
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class Published(NamedTuple):
     positions: int  # longest sequence
 
 
-def read_config(folder: str | Path, ignore: Iterable[str] = ()) -> Published:
+def read_config(folder: str | os.PathLike, ignore: Iterable[str] = ()) -> Published:
     """Read config.json, and what stands beside it. Raises ConfigError with everything that is wrong.
 
     ignore: unknown fields that the caller vouches for.
@@ -70,11 +71,14 @@ def read_config(folder: str | Path, ignore: Iterable[str] = ()) -> Published:
 def write_config(model: Model, format: str, ids: SpecialIds, positions: int, dtype: str) -> dict[str, Any]:
     """config.json of a model. Raises ConfigError for a model that the format cannot hold."""
     check_format(model, format)
-    if isinstance(model, NCPConfig):
-        fields = write_ncp(model, format, positions)
-    else:
-        fields = {**write_olmo3(model), "max_position_embeddings": positions}
+    fields = write_ncp(model, format, positions) if isinstance(model, NCPConfig) else write_olmo3(model, positions)
     return fields | token_fields(ids) | {"torch_dtype": dtype}
+
+
+def read_ids(folder: str | Path) -> SpecialIds:
+    """Special tokens of a published config.json alone."""
+    fields = Fields(_read_json(Path(folder) / "config.json") or {}, str(Path(folder) / "config.json"))
+    return _special_ids(fields, _read_json(Path(folder) / "generation_config.json") or {})
 
 
 def token_fields(ids: SpecialIds) -> dict[str, Any]:
@@ -90,9 +94,12 @@ def check_format(model: Model, format: str) -> None:
         raise ConfigError(f"format '{format}' cannot hold a model of kind '{model.kind}'; use {' or '.join(fitting)}")
 
 
-def formats_of(model: Model) -> tuple[str, ...]:
-    """Formats of a model's family, the released one first."""
-    return ("ncp_olmo3", "native") if isinstance(model, NCPConfig) else ("olmo3",)
+def formats_of(model: Any) -> tuple[str, ...]:
+    """Formats of a model's family, the released one first. Raises ConfigError for a family that has none."""
+    known = {"ncp": ("ncp_olmo3", "native"), "olmo3": ("olmo3",)}
+    if model.kind not in known:
+        raise ConfigError(f"a model of kind '{model.kind}' has no published format here; {' and '.join(known)} have")
+    return known[model.kind]
 
 
 def name_map(model: Model, format: str) -> NameMap:

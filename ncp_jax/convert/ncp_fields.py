@@ -1,6 +1,6 @@
 """The fields of the released NCP-ArchPreview's config.json, as tables.
 
-Source: the public runtime's contract (ncp-olmo-eval 0.1.1: what it demands, and with which value).
+Source: the contract of the released runtime (ncp-olmo-eval 0.1.1): what it demands, and with which value.
 """
 
 import re

@@ -24,9 +24,10 @@ def read_olmo3(fields: Fields) -> Olmo3Config:
     if head_dim is not None and head_dim * heads != width:
         fields.wrong("head_dim", head_dim, f"must be hidden_size / num_attention_heads = {width / heads:g}")
     fields.exactly({"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}, required=False)
+    kv_heads = fields.integer("num_key_value_heads", default=None)
     sizes = {
         "width": width, "heads": heads, "ffn": fields.integer("intermediate_size"),
-        "kv_heads": fields.integer("num_key_value_heads", default=None), "window": window, "full_every": full_every,
+        "kv_heads": None if kv_heads == heads else kv_heads, "window": window, "full_every": full_every,
         "rope_theta": theta, "yarn": yarn, "eps": fields.number("rms_norm_eps"),
     }  # fmt: skip
     vocab = fields.integer("vocab_size")
@@ -34,8 +35,11 @@ def read_olmo3(fields: Fields) -> Olmo3Config:
     return Olmo3Config(vocab=vocab, layers=layers, backbone=Backbone(**sizes))
 
 
-def write_olmo3(c: Olmo3Config) -> dict[str, Any]:
-    """Every field that the model depends on; none is left to a default. Raises ConfigError for what has no field."""
+def write_olmo3(c: Olmo3Config, positions: int) -> dict[str, Any]:
+    """Every field that the model depends on; none is left to a default. Raises ConfigError for what has no field.
+
+    Where all layers are full, transformers still wants a number for the window: it is the longest sequence.
+    """
     s = c.backbone
     if s.qk_norm != "full":
         raise ConfigError(f"backbone.qk_norm is '{s.qk_norm}', Olmo3ForCausalLM has 'full' alone: export is impossible")
@@ -50,7 +54,8 @@ def write_olmo3(c: Olmo3Config) -> dict[str, Any]:
         "num_hidden_layers": c.layers, "num_attention_heads": s.heads, "num_key_value_heads": s.kv,
         "head_dim": s.head_dim, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
         "rms_norm_eps": s.eps, "tie_word_embeddings": False, "initializer_range": 0.02, "use_cache": True,
-        "sliding_window": s.window, "layer_types": types, **write_rope(s),
+        "max_position_embeddings": positions, "sliding_window": s.window or positions, "layer_types": types,
+        **write_rope(s),
     }  # fmt: skip
 
 
@@ -66,7 +71,7 @@ def _read_window(fields: Fields, layers: int) -> tuple[int | None, int]:
 
 def _period(fields: Fields, types: Any, layers: int) -> int:
     """n such that layers n, 2n, ... (from 1) are full; above the layer count where none is."""
-    for n in range(1, layers + 2):
+    for n in (FULL_EVERY, *range(1, layers + 2)):
         if types == [FULL if layer % n == 0 else SLIDING for layer in range(1, layers + 1)]:
             return n
     rule = f"must name {layers} layers, each n-th '{FULL}', the others '{SLIDING}'"

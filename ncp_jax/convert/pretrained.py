@@ -1,7 +1,7 @@
 """Published checkpoints in memory: load one onto devices, save parameters as one.
 
-    config, params = load_pretrained("NCP-ArchPreview")
-    logits = NCP(config).apply({"params": params}, tokens, method="logits")
+config, params = load_pretrained("NCP-ArchPreview")
+logits = NCP(config).apply({"params": params}, tokens, method="logits")
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def save_batches(
     if how.dtype not in DTYPES:
         raise ConfigError(f"dtype '{how.dtype}' is not one of {', '.join(DTYPES)}")
     _check_ids(config, how.ids)
-    positions = max(how.positions, int(y.factor * y.original_length)) if y else how.positions
+    positions = int(y.factor * y.original_length) if y else how.positions  # YaRN's own length (transformers)
     documents = {
         "config.json": formats.write_config(config, format, how.ids, positions, how.dtype),
         "generation_config.json": formats.token_fields(how.ids),
@@ -97,7 +97,7 @@ def save_batches(
     names = formats.name_map(config, format)
     with _new_folder(Path(folder)) as new:
         shapes = {tensor.name: tensor.shape for tensor in names.tensors}
-        written = save_leaves(names, TensorWriter(new, shapes, how.dtype, how.shard_bytes), batches, how.dtype)
+        written = save_leaves(names, TensorWriter(new, shapes, how.dtype, how.shard_bytes), batches)
         for name, document in documents.items():
             (new / name).write_text(json.dumps(document, indent=2) + "\n")
         for name, content in how.tokenizer.items():

@@ -73,7 +73,6 @@ def import_run(folder: str | Path, run: str | Path, how: Import = Import()) -> I
         files = TensorFiles(folder)
         format = formats.stored_format(published, files.tensors)
         names = formats.name_map(published.model, format)
-        match(names, files)
         params = load_published(folder, published, _mesh(how.mesh), jnp.dtype(how.dtype)).params
         config = placeholder_config(directory.path.name, published)
         meta = {"config": to_dict(config), "progress": dataclasses.asdict(Progress()), "versions": versions()}
@@ -94,13 +93,13 @@ def export_run(
     checkpoint that cannot be read or a disk that refuses.
     """
     run = Path(run)
+    if jax.process_count() > 1:
+        raise ConfigError(f"an export runs in one process, here are {jax.process_count()}; run it on one host")
     config, eos = _read_run(run)
     store = CheckpointStore(f"{run}/checkpoints")
     ids, files = _tokenizer_of(run, config, eos)
     how = Export(format, dtype, ids, config.data.sequence, files)
-    if format is not None:
-        formats.check_format(config.model, format)
-    return save_batches(folder, config.model, _batches(store, _step(store, step, run)), how)
+    return save_batches(folder, config.model, _batches(store, choose_step(store, step, run)), how)
 
 
 def placeholder_config(name: str, published: Published) -> RunConfig:
@@ -117,13 +116,26 @@ def placeholder_config(name: str, published: Published) -> RunConfig:
 def describe(folder: str | Path, ignore: Iterable[str] = ()) -> list[str]:
     """What a published checkpoint or a run directory holds, as lines. Raises like import_run and export_run."""
     folder = Path(folder)
-    if (folder / "checkpoints").is_dir():
-        config, _ = _read_run(folder)
-        store = CheckpointStore(f"{folder}/checkpoints")
-        names = formats.name_map(config.model, formats.formats_of(config.model)[0])
-        fitting = ", ".join(formats.formats_of(config.model))
-        return [f"run directory: {config.model.kind}, {names.parameters:,} parameters, vocabulary {config.model.vocab:,}",
-                f"steps: {', '.join(map(str, store.steps())) or 'none'}", f"exports as: {fitting}"]  # fmt: skip
+    return _describe_run(folder) if (folder / "checkpoints").is_dir() else _describe_published(folder, ignore)
+
+
+def _describe_run(run: Path) -> list[str]:
+    model = _read_run(run)[0].model
+    fitting = formats.formats_of(model)
+    steps = CheckpointStore(f"{run}/checkpoints").steps()
+    try:
+        formats.write_config(model, fitting[0], SpecialIds(), 1, DTYPES[0])
+        exports = f"exports as: {', '.join(fitting)}"
+    except ConfigError as error:
+        exports = f"exports as nothing: {error}"
+    return [
+        f"run directory: {model.kind}, vocabulary {model.vocab:,}, width {model.backbone.width:,}",
+        f"checkpoints: {', '.join(map(str, steps)) or 'none'}",
+        exports,
+    ]
+
+
+def _describe_published(folder: Path, ignore: Iterable[str]) -> list[str]:
     published, files = formats.read_config(folder, ignore), TensorFiles(folder)
     format = formats.stored_format(published, files.tensors)
     names = formats.name_map(published.model, format)
@@ -204,7 +216,3 @@ def _restored(store: CheckpointStore, step: int, group: Mapping[str, Any]) -> Ma
 
 def _bytes(abstract: Any) -> int:
     return abstract.size * abstract.dtype.itemsize
-
-
-def _step(store: CheckpointStore, step: str | int, run: Path) -> int:
-    return choose_step(store, step, run)

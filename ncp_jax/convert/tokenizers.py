@@ -27,7 +27,7 @@ def read_tokenizer(
     if place == NO_TOKENIZER:
         return None
     file = Path(place) if place else folder / FILE
-    if not file.exists():
+    if not file.is_file():
         raise ConfigError(
             f"no tokenizer at {file}; give one with --tokenizer FILE, or --tokenizer {NO_TOKENIZER} for weights alone"
         )
@@ -40,6 +40,15 @@ def read_tokenizer(
             "correct eos_token_id, or give the model's own tokenizer"
         )
     return tokenizer
+
+
+def of_run(run: Path, eos: int) -> Tokenizer | None:
+    """The tokenizer of a run directory, if it has one."""
+    file = run / FILE
+    if not file.exists():
+        return None
+    content = file.read_bytes()
+    return Tokenizer(content, eos=_name(content, eos), origin=str(file))
 
 
 def check_size(tokenizer: Tokenizer, model: Model, allow_unused_ids: bool) -> None:

@@ -22,9 +22,7 @@ class Cache(NamedTuple):
 def empty_cache(model: Olmo3, batch: int, capacity: int, rollback: int) -> Cache:
     """A cache for up to `capacity` tokens that can be cut back by up to `rollback` of them."""
     c = model.config
-    return Cache(
-        jnp.zeros(batch, jnp.int32), empty_tower(c.backbone, c.layers, batch, capacity, rollback, model.dtype)
-    )
+    return Cache(jnp.zeros(batch, jnp.int32), empty_tower(c.backbone, c.layers, batch, capacity, rollback, model.dtype))
 
 
 def extend(model: Olmo3, params: dict, cache: Cache, tokens_Bn: Array, count_B: Array) -> tuple[Array, Cache]:

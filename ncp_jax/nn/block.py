@@ -123,13 +123,24 @@ def block(
     new = KV(rotate(k_BTKh, rope), jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wv"]))
     seen = new if past is None else jax.tree.map(lambda old, own: jnp.concatenate([old, own], axis=1), past, new)
     a_BTHh = attend(rotate(q_BTHh, rope), seen.k, seen.v, mask)
-    attended_BTD = rms_norm(jnp.einsum("BTHh,HhD->BTD", a_BTHh, w["wo"]), w["attention_norm"], s.eps)
+    attended_BTD = whole_width(jnp.einsum("BTHh,HhD->BTD", a_BTHh, w["wo"]))
+    attended_BTD = rms_norm(attended_BTD, w["attention_norm"], s.eps)
     y_BTD = x_BTD + attended_BTD
     gated_BTF = jax.nn.silu(y_BTD @ w["w_gate"]) * (y_BTD @ w["w_up"])
     gated_BTF = nn.with_logical_constraint(gated_BTF, ("batch", "sequence", "mlp_features"))
-    computed_BTD = rms_norm(gated_BTF @ w["w_down"], w["mlp_norm"], s.eps)
-    out_BTD = nn.with_logical_constraint(y_BTD + computed_BTD, ("batch", "sequence", "features"))
+    computed_BTD = rms_norm(whole_width(gated_BTF @ w["w_down"]), w["mlp_norm"], s.eps)
+    out_BTD = whole_width(y_BTD + computed_BTD)
     return out_BTD, attended_BTD + computed_BTD, new
+
+
+def whole_width(x_BTD: Array) -> Array:
+    """Rows and tokens split over devices, the width whole.
+
+    Not only for speed: if the width of a product that sums over a split axis is split over that axis as well, XLA may
+    exchange rows between devices and return wrong values (jax 0.10 to 0.12, meshes of data x fsdp x tensor). So what
+    joins split segments to a width, and what multiplies by them, goes through here.
+    """
+    return nn.with_logical_constraint(x_BTD, ("batch", "sequence", "features"))
 
 
 def remat_block(s: Backbone) -> Callable[..., tuple[Array, Array, KV]]:

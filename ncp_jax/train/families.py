@@ -15,6 +15,11 @@ from ncp_jax.ops.cross_entropy import linear_cross_entropy
 from ncp_jax.train.task import Batch, Task
 
 
+def build_model(config: NCPConfig | Olmo3Config, dtype: Any = jnp.float32) -> NCP | Olmo3:
+    """The Flax module of a model config, computing in `dtype`."""
+    return NCP(config, dtype) if isinstance(config, NCPConfig) else Olmo3(config, dtype)
+
+
 def build_task(config: NCPConfig | Olmo3Config, sequence: int, dtype: Any = jnp.float32) -> Task:
     """The Task of a model config for rows of `sequence` tokens, computing in `dtype`."""
     return _ncp(config, sequence, dtype) if isinstance(config, NCPConfig) else _olmo3(config, sequence, dtype)

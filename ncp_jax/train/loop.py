@@ -98,6 +98,7 @@ class Trainer:
         self.train_step = jax.jit(step, donate_argnums=0, static_argnames="diagnose", out_shardings=(same, whole))
         self.eval_step = jax.jit(make_eval_step(task), out_shardings=whole)
         self.saves = Saves(self.directory, config)
+        self.saves.check_source()
         self.stop_signal: int | None = None
         self.skips = 0
 

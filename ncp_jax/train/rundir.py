@@ -1,6 +1,6 @@
 """The run directory: its lock, its config, its tokenizer, its metrics and its summary.
 
-    RUN/config.json  tokenizer.json  metrics.jsonl  summary.json  checkpoints/  frozen/  report/  eval/  lock
+RUN/config.json  tokenizer.json  metrics.jsonl  summary.json  checkpoints/  frozen/  report/  eval/  lock
 """
 
 import fcntl

@@ -55,6 +55,11 @@ class Saves:
             timeout_seconds=c.timeout_seconds,
         )  # fmt: skip
 
+    def check_source(self) -> None:
+        """Raise ConfigError if this run is to begin from a checkpoint that is not there."""
+        if self._config.init_from is not None and self.store.latest() is None:
+            _source(self._config.init_from)
+
     def save(self, state: TrainState, progress: Progress, best: bool = False) -> None:
         """Save, or mark a saved step as the best. Returns when the state may be donated."""
         meta = {"config": to_dict(self._config), "progress": asdict(progress), "versions": versions()}
@@ -81,9 +86,7 @@ class Saves:
 
     def _resume(self, like: tuple[TrainState, Params], step: int) -> Start:
         meta = self.store.meta(step)
-        check_same(
-            self._config, meta["config"], f"checkpoint {self.store.directory / str(step)}", self._directory.path
-        )
+        check_same(self._config, meta["config"], f"checkpoint {self.store.directory / str(step)}", self._directory.path)
         progress = Progress(**meta["progress"])
         frozen = load_frozen(self._directory.frozen, like[1])
         if _hash(frozen) != progress.frozen:
@@ -110,8 +113,7 @@ def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> tuple[Para
 
     Raises ConfigError where both tokenizers are known and differ, CheckpointMismatch for parameters of other shapes.
     """
-    store = CheckpointStore(f"{source.run}/checkpoints")
-    step = choose_step(store, source.step, source.run, "init_from.run")
+    store, step = _source(source)
     tokenizers = [path / "tokenizer.json" for path in (Path(source.run), ours.path)]
     if all(path.exists() for path in tokenizers) and len({path.read_bytes() for path in tokenizers}) > 1:
         raise ConfigError(
@@ -119,6 +121,11 @@ def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> tuple[Para
             f"other text. Prepare the data with {tokenizers[0]}"
         )
     return store.restore_subtree(step, ["train/params"], {"train": {"params": like}})["train"]["params"], step
+
+
+def _source(source: InitFrom) -> tuple[CheckpointStore, int]:
+    store = CheckpointStore(f"{source.run}/checkpoints")
+    return store, choose_step(store, source.step, source.run, "init_from.run")
 
 
 def choose_step(store: CheckpointStore, step: str | int, run: str | Path, name: str = "run") -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_files import config_fields, load, native_get, ncp_config, ncp_params, olmo3
+from golden_files import config_fields, load, ncp_config, ncp_params, olmo3, tensors
 
 from ncp_jax.models.ncp.losses import nearest_codes, sums, weights
 from ncp_jax.models.ncp.model import NCP
@@ -19,10 +19,6 @@ FULL_FILES = ["ncp_raw_full", "ncp_softmax_full", "ncp_raw_perhead", "ncp_softma
 @pytest.fixture(scope="module", params=FULL_FILES)
 def golden(request):
     return load(request.param)
-
-
-def tensors(golden) -> dict:
-    return {name[2:]: golden[name] for name in golden.files if name.startswith("w/")}
 
 
 def close(ours, theirs, what):
@@ -92,8 +88,8 @@ def test_gradient_routes(name):
     golden = load(name)
     c, ids = ncp_config(config_fields(golden)), golden["T32/ids"]
 
-    def terms(tensors):
-        params = ncp_params(tensors.__getitem__, c)
+    def terms(named):
+        params = ncp_params(named.__getitem__, c)
         losses, _ = loss_terms(c, NCP(c).apply({"params": params}, ids), params, ids)
         return jnp.stack([losses["ntp"], losses["ncp"], losses["vq"]])
 
@@ -137,7 +133,7 @@ def test_window_edges_and_variants(variant, length):
 def test_native_names():
     golden = load("ncp_native_names")
     c = ncp_config(config_fields(golden))
-    params = ncp_params(native_get(tensors(golden), c), c)
+    params = ncp_params(tensors(golden).__getitem__, c, "native")
     forward = jax.jit(lambda p, i: NCP(c).apply({"params": p}, i, method="logits"))
     close(forward(params, golden["T32/ids"]), golden["T32/logits"], "native")
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiny_runs import prepare_corpus
+from tiny_runs import prepare_corpus, run_config
+
+from ncp_jax.train.loop import train
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +27,12 @@ def compiled(tmp_path_factory):
     for name in settings:
         del os.environ[name.upper()]
     jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session")
+def ncp_run(corpus, tmp_path_factory) -> Path:
+    """A finished NCP run with two evaluations and two diagnostic steps."""
+    workdir = tmp_path_factory.mktemp("ncp_run")
+    changes = ("optim.optimizer=adamw", "train.diagnose_every=10", "train.batch=16", "train.micro_batches=2")
+    train(run_config(corpus, workdir, "ncp", *changes), devices=jax.devices()[:2])
+    return workdir

@@ -21,12 +21,15 @@ from ncp_jax.train.step import init_state
 STEPS, TOLERANCE = 20, 1e-5
 # data, fsdp, tensor, seq
 CASES = [
-    ("ncp", (2, 1, 1, 1)), ("ncp", (1, 2, 2, 1)), ("ncp", (2, 2, 2, 1)), ("ncp", (1, 2, 1, 2)),
-    ("olmo3", (1, 2, 1, 1)), ("olmo3", (1, 1, 4, 1)), ("olmo3", (1, 8, 1, 1)), ("olmo3", (2, 2, 2, 1)),
+    ("ncp", (1, 2, 2, 1)), ("ncp", (2, 2, 2, 1)), ("ncp", (1, 2, 1, 2)),
+    ("olmo3", (2, 1, 1, 1)), ("olmo3", (1, 1, 4, 1)), ("olmo3", (1, 8, 1, 1)), ("olmo3", (2, 2, 2, 1)),
     ("olmo3", (1, 2, 1, 4)),
 ]  # fmt: skip
 # Without clipping the first moment after one step is the gradient, times 1 - b1 for AdamW.
-SETTINGS = {"ncp": ("optim.optimizer=adamw", "optim.clip=null"), "olmo3": ("optim.clip=null",)}
+SETTINGS = {
+    "ncp": ("optim.optimizer=adamw", "optim.clip=null", "optim.adam_learning_rate=0.003"),  # a code flips at 0.01
+    "olmo3": ("optim.clip=null",),
+}
 
 
 class Curve(NamedTuple):
@@ -43,9 +46,10 @@ def test_a_mesh_changes_nothing(model, mesh, corpus, capfd):
     np.testing.assert_allclose(ours.losses, alone.losses, rtol=TOLERANCE)
     assert alone.losses[-1] < alone.losses[0] - 1
     assert len(alone.gradients) >= {"ncp": 50, "olmo3": 14}[model]
+    rounding = 1e-7 * np.linalg.norm([np.linalg.norm(value) for value in alone.gradients.values()])
     for name, expected in alone.gradients.items():
         error = np.linalg.norm(ours.gradients[name] - expected)
-        assert error <= TOLERANCE * np.linalg.norm(expected), name
+        assert error <= TOLERANCE * np.linalg.norm(expected) + rounding, name
 
 
 @functools.cache
@@ -96,7 +100,7 @@ def make_trainer(model: str, mesh: tuple[int, ...], corpus: str) -> Trainer:
 def inside(trainer: Trainer):
     """What Trainer.run sets up around its loop. Nothing is read from the compilation cache, so that XLA speaks."""
     jax.config.update("jax_enable_compilation_cache", False)
-    with jax.set_mesh(trainer.mesh), nn.logical_axis_rules(activation_rules()):
-        with contextlib.closing(trainer._batches(0)) as batches:
-            yield batches
+    batches = contextlib.closing(trainer._batches(0))
+    with jax.set_mesh(trainer.mesh), nn.logical_axis_rules(activation_rules()), batches as rows:
+        yield rows
     jax.config.update("jax_enable_compilation_cache", True)

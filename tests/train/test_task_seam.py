@@ -77,7 +77,7 @@ def test_other_frozen_values_are_refused(trained, corpus, tmp_path):
     (workdir / "frozen").rename(tmp_path / "old")
     with CheckpointStore(workdir / "frozen") as store:
         store.save(0, {"readout": frozen[0]["readout"] + 1}, {})
-    with pytest.raises(CheckpointError, match="frozen holds other values .* than checkpoint 15 was trained with"):
+    with pytest.raises(CheckpointError, match=r"frozen holds other values .* than checkpoint 15 was trained with"):
         train(run_config(corpus, workdir, "olmo3", *CHANGES), bigram())
 
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.ncp.towers import ConceptModule, ConceptStates, Decoder, Encoder, Injection
-from ncp_jax.nn.block import Sight, sight
+from ncp_jax.nn.block import Sight, sight, whole_width
 from ncp_jax.nn.layers import Embed, Head, LayerNorm, RMSNorm, base_std
 from ncp_jax.nn.stack import Past, Tower
 from ncp_jax.ops.chunking import available, chunk_mean, chunk_positions, chunk_segments, concept_index
@@ -61,7 +61,7 @@ class NCP(nn.Module):
         self.sow("intermediates", "encoder_hidden", encoder.h_BTD)
         # 2. Chunks of k become concepts.
         pooled_BMD = chunk_mean(encoder.h_BTD, k)
-        c_BMD = self.concept_norm(pooled_BMD)
+        c_BMD = whole_width(self.concept_norm(pooled_BMD))
         concept_segments_BM = chunk_segments(segments_BT, k)
         self.sow("intermediates", "pooled", pooled_BMD)
         # 3. The next concept is predicted.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.models.ncp.config import IRC, NCPConfig
-from ncp_jax.nn.block import KV, Blocks, Sight
+from ncp_jax.nn.block import KV, Blocks, Sight, whole_width
 from ncp_jax.nn.layers import LayerNorm, RMSNorm, base_std, param, truncated_normal
 from ncp_jax.nn.routes import CrossRoute, DepthRoute, Reinject
 from ncp_jax.nn.stack import Cross, Mixer, Past, Tower, routed_tower
@@ -68,7 +68,7 @@ class ConceptModule(nn.Module):
         read = self._read_encoder(encoder_raw) if c.routing.concept_from_encoder else lambda _, h: h
         tower = routed_tower(c_BMD, weights, c.concept_backbone, see, mixer(c, c.routing.irc_concept), read, past)
         self.sow("intermediates", "routed", tower.h_BTD)
-        u_BMD = RMSNorm(c.backbone.eps, name="final_norm")(tower.h_BTD)
+        u_BMD = whole_width(RMSNorm(c.backbone.eps, name="final_norm")(tower.h_BTD))
         self.sow("intermediates", "final", u_BMD)
         logits_BMSN = Heads(c, name="heads")(u_BMD)
         codes_SNW = Codebook(c, name="codebook")()
@@ -76,7 +76,7 @@ class ConceptModule(nn.Module):
         def one_segment(logits_N: Array, codes_NW: Array) -> Array:
             return mix(logits_N, codes_NW, c.concept.mix)
 
-        predicted_BMD = join_segments(over_segments(one_segment)(logits_BMSN, codes_SNW))
+        predicted_BMD = whole_width(join_segments(over_segments(one_segment)(logits_BMSN, codes_SNW)))
         return ConceptStates(tower.raw, predicted_BMD, logits_BMSN, tower.kv)
 
     def _read_encoder(self, encoder_raw: Sequence[Array]) -> Cross:

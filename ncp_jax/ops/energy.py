@@ -1,0 +1,137 @@
+"""The energy score: distances between samples of a model and draws of a target, as an unbiased estimate.
+
+S(P, y) = E|x - x'|^b - 2 E|x - y|^b with x, x' ~ P independent; strictly proper for 0 < b < 2 (at 2 it knows means
+alone). The loss is -S. Source: CALM, arXiv 2510.27688, Eq. 8-10.
+
+Shapes: N samples of the model, M draws of the target, P any axes of positions, l latent size. Distances and sums in
+at least f32. A distance of zero has gradient zero: the derivative of |d|^b at 0 does not exist for b <= 1, and a head
+whose last layer starts at zero makes all N samples equal.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Energy(NamedTuple):
+    """The two halves of the loss at each position [P]; `loss` is the negative energy score."""
+
+    fidelity: Array  # 2 E|x - y|^b
+    diversity: Array  # E|x - x'|^b over different samples
+
+    @property
+    def loss(self) -> Array:
+        return self.fidelity - self.diversity
+
+
+def check_exponent(beta: float) -> float:
+    """beta itself if the energy score is proper for it. Raises ValueError."""
+    if not 0 < beta <= 2:
+        raise ValueError(
+            f"the energy score's exponent beta is {beta}; it must lie in (0, 2]: 1 is the usual choice, and 2 scores "
+            "means alone"
+        )
+    return beta
+
+
+def distance(a: Array, b: Array, beta: float) -> Array:
+    """|a - b|^beta over the last axis; zero where a = b, with zero gradient."""
+    wide = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
+    return _power(((a.astype(wide) - b.astype(wide)) ** 2).sum(axis=-1), beta / 2)
+
+
+def energy(x_NPl: Array, mean_Pl: Array, std_Pl: Array, noise: Array, draws: int, beta: float) -> Energy:
+    """The energy of N samples against `draws` draws y = mean + std * normal of the target.
+
+    Args:
+        noise: random keys, one per entry of the first position axis, from which every draw gets its own; or recorded
+            normals [draws, P, l].
+    The target has no gradient. Memory does not grow with `draws`: they are made, used and dropped a few at a time.
+    """
+    wide = jnp.promote_types(x_NPl.dtype, jnp.float32)
+    x_NPl, mean_Pl, std_Pl = (a.astype(wide) for a in (x_NPl, mean_Pl, std_Pl))
+    to_target_P = _to_target(
+        x_NPl, lax.stop_gradient(mean_Pl), lax.stop_gradient(std_Pl), jnp.asarray(noise), draws, beta
+    )
+    return Energy(2 * to_target_P, between_samples(x_NPl, beta))
+
+
+def between_samples(x_NPl: Array, beta: float) -> Array:
+    """Mean of |x_n - x_k|^beta over the N (N - 1) ordered pairs n != k, [P]. The diagonal is never formed."""
+    N = x_NPl.shape[0]
+    if N < 2:
+        raise ValueError(f"the energy score compares samples with one another: it needs at least 2, got {N}")
+
+    @jax.checkpoint  # keeps the samples alone, not one difference per shift
+    def ring(x_NPl: Array, other_NPl: Array) -> Array:
+        return distance(x_NPl, other_NPl, beta).sum(axis=0)
+
+    shifts = range(1, N // 2 + 1)  # a shift and its opposite hold the same pairs
+    parts = [ring(x_NPl, jnp.roll(x_NPl, s, axis=0)) * (1 if 2 * s == N else 2) for s in shifts]
+    return sum(parts[1:], parts[0]) / (N * (N - 1))
+
+
+def over_points(p_N: Array, points_NW: Array, target_W: Array, beta: float) -> Energy:
+    """The exact energy of a distribution on N points: 2 sum_n p_n |e_n - c|^b and sum_nm p_n p_m |e_n - e_m|^b."""
+    wide = jnp.promote_types(p_N.dtype, jnp.float32)
+    p_N = p_N.astype(wide)
+    pair_NN = distance(points_NW[:, None], points_NW[None], beta)
+    return Energy(2 * p_N @ distance(points_NW, target_W, beta), p_N @ pair_NN @ p_N)
+
+
+# A forward pass makes each draw once and forgets it, so its derivative is taken on the way: the gradient has the shape
+# of x, while keeping draws or differences would cost N * M * l per position.
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _to_target(x_NPl: Array, mean_Pl: Array, std_Pl: Array, noise: Array, draws: int, beta: float) -> Array:
+    """Mean of |x_n - y_m|^beta over samples and draws, [P]."""
+
+    def add(total_P: Array, index_m: Array) -> tuple[Array, None]:
+        y_mPl = _targets(mean_Pl, std_Pl, noise, index_m)
+        return total_P + distance(x_NPl[:, None], y_mPl, beta).sum(axis=(0, 1)), None
+
+    zero_P = jnp.zeros(x_NPl.shape[1:-1], x_NPl.dtype)
+    return lax.scan(add, zero_P, _slices(draws))[0] / (len(x_NPl) * draws)
+
+
+@_to_target.defjvp
+def _to_target_jvp(draws: int, beta: float, primals, tangents):
+    x_NPl, mean_Pl, std_Pl, noise = primals
+
+    def add(total: tuple[Array, Array], index_m: Array) -> tuple[tuple[Array, Array], None]:
+        y_mPl = _targets(mean_Pl, std_Pl, noise, index_m)
+        gap_NmPl = x_NPl[:, None] - y_mPl
+        square_NmP = (gap_NmPl**2).sum(axis=-1)
+        pull_NmP = beta * _power(square_NmP, beta / 2 - 1)  # d|g|^b / dg = b |g|^(b-2) g
+        pull_NPl = (pull_NmP[..., None] * gap_NmPl).sum(axis=1)
+        return (total[0] + _power(square_NmP, beta / 2).sum(axis=(0, 1)), total[1] + pull_NPl), None
+
+    zero = jnp.zeros(x_NPl.shape[1:-1], x_NPl.dtype), jnp.zeros_like(x_NPl)
+    value_P, gradient_NPl = jax.tree.map(lambda a: a / (len(x_NPl) * draws), lax.scan(add, zero, _slices(draws))[0])
+    return value_P, (gradient_NPl * tangents[0]).sum(axis=(0, -1))
+
+
+def _slices(draws: int) -> Array:
+    """Numbers of the draws, a few per row: more at once use the machine better, and cost N * l memory each."""
+    together = next(size for size in (4, 3, 2, 1) if draws % size == 0)
+    return jnp.arange(draws).reshape(-1, together)
+
+
+def _targets(mean_Pl: Array, std_Pl: Array, noise: Array, index_m: Array) -> Array:
+    """Draws number `index_m` of the target, [m, P, l]. A draw's noise depends on its key and number alone."""
+    if not jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
+        return mean_Pl + noise[index_m] * std_Pl
+
+    def draw(key: Array, index: Array) -> Array:
+        return jax.random.normal(jax.random.fold_in(key, index), mean_Pl.shape[1:], mean_Pl.dtype)
+
+    rows = jax.vmap(draw, in_axes=(0, None))
+    return mean_Pl + jax.vmap(rows, in_axes=(None, 0))(noise, index_m) * std_Pl
+
+
+def _power(square: Array, exponent: float) -> Array:
+    """square^exponent, and 0 with gradient 0 where the square is 0."""
+    positive = square > 0
+    return jnp.where(positive, jnp.where(positive, square, 1) ** exponent, 0)

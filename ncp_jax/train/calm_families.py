@@ -1,0 +1,132 @@
+"""The CALM family's Tasks: autoencoder, language model, autoregressive baseline."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ncp_jax.models.calm import flops, losses, reconstruction
+from ncp_jax.models.calm.autoencoder import Autoencoder
+from ncp_jax.models.calm.call import call
+from ncp_jax.models.calm.chunks import Chunks, chunks
+from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig
+from ncp_jax.models.calm.model import Calm
+from ncp_jax.models.calm.noise import TARGET, row_keys
+from ncp_jax.models.llama import Llama, LlamaConfig
+from ncp_jax.ops.cross_entropy import linear_cross_entropy
+from ncp_jax.optim.leaves import TRANSFORMER_RULES, LeafRule
+from ncp_jax.train.task import Batch, Sums, Task
+
+# The official runs train everything with AdamW: optim.optimizer = adamw, and embeddings decay like matrices
+# (optim.embedding_weight_decay = 0.1). With muon, hidden matrices get it; what touches ids, noise or latents does not.
+CALM_RULES: tuple[LeafRule, ...] = (
+    LeafRule(r"generator/(noise|time1|input|out2?)/kernel", "head_edge", "adamw"),
+    LeafRule(r"(encoder|decoder)/latent/kernel", "latent_edge", "adamw"),
+    LeafRule(r"generator/blocks/w(1|2|3|_down)", "head_matrix", "muon", ((-2,), (-1,))),
+    LeafRule(r"generator/blocks/(b(1|2|3|_down)|norm_(scale|bias))", "bias", "adamw", decay="none"),
+    LeafRule(r"(input|latent_input|generator|encoder|decoder)/.*kernel", "linear", "muon", ((-2,), (-1,))),
+    *TRANSFORMER_RULES,
+)
+STATISTICS_KEY = 0  # noise of statistics and evaluation is the same at every step
+
+
+def autoencoder_task(c: AutoencoderConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
+    """The Task of an autoencoder: rows of `sequence` tokens, computing in `dtype`."""
+    model = Autoencoder(c, dtype)
+
+    def found_in(batch: Batch) -> Chunks:
+        return chunks(batch, c.chunk, c.pad)
+
+    def init(rng: Array):
+        return model.init(rng, jnp.zeros((1, 1, c.chunk), jnp.int32))["params"], None
+
+    def loss(params, frozen, batch: Batch, rng: Array) -> Sums:
+        found = found_in(batch)
+        return reconstruction.sums(c, model, params, found, reconstruction.draw_noise(c, rng, found.shape))
+
+    def diagnose(params, frozen, batch: Batch) -> dict[str, Array]:
+        found = found_in(batch)
+        return reconstruction.statistics(c, model, params, found, _normals(c, found.shape))
+
+    return Task(
+        name="calm_autoencoder", chunk=c.chunk, vocab=c.vocab, coefficients=reconstruction.coefficients(c), init=init,
+        weights=lambda batch: reconstruction.weights(c, found_in(batch)), loss=loss, diagnose=diagnose,
+        flops_per_token=flops.autoencoder_training_flops_per_token(c), flops_convention=flops.CONVENTION,
+        leaf_rules=CALM_RULES,
+    )  # fmt: skip
+
+
+def autoencoder_evaluation(c: AutoencoderConfig, dtype: Any = jnp.float32):
+    """loss(trainable, frozen, batch, rng) of an evaluation: no masking, no dropout; the posterior is sampled.
+
+    The terms and weights are those of training.
+    """
+    model = Autoencoder(c, dtype)
+
+    def loss(params, frozen, batch: Batch, rng: Array) -> Sums:
+        found = chunks(batch, c.chunk, c.pad)
+        return reconstruction.evaluation_sums(c, model, params, found, _normals(c, found.shape))
+
+    return loss
+
+
+def calm_task(c: CalmConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
+    """The Task of a CALM language model. Frozen: the autoencoder's parameters (its initial values from `init`)."""
+    model, autoencoder = Calm(c, dtype), Autoencoder(c.autoencoder, dtype)
+
+    def found_in(batch: Batch) -> Chunks:
+        return chunks(batch, c.chunk, c.autoencoder.pad)
+
+    def init(rng: Array):
+        tokens_BMk = jnp.zeros((1, 1, c.chunk), jnp.int32)
+        latents_BMl = None if c.input == "discrete" else jnp.zeros((1, 1, c.autoencoder.latent))
+        frozen = autoencoder.init(jax.random.fold_in(rng, 1), tokens_BMk)["params"]
+        return model.init(rng, tokens_BMk, latents_BMl)["params"], frozen
+
+    def loss(params, frozen, batch: Batch, rng: Array) -> Sums:
+        found = found_in(batch)
+        noise = losses.draw_noise(c, rng, found.shape)
+        return losses.sums(c, model, autoencoder, params, frozen, found, noise)
+
+    return Task(
+        name="calm", chunk=c.chunk, vocab=c.vocab, coefficients=losses.coefficients(c), init=init,
+        weights=lambda batch: losses.weights(c, found_in(batch)), loss=loss,
+        flops_per_token=flops.training_flops_per_token(c, sequence), flops_convention=flops.CONVENTION,
+        leaf_rules=CALM_RULES,
+    )  # fmt: skip
+
+
+def llama_task(c: LlamaConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
+    """The Task of the autoregressive baseline."""
+    model = Llama(c, dtype)
+
+    def init(rng: Array):
+        return model.init(rng, jnp.zeros((1, 1), jnp.int32))["params"], None
+
+    def weights(batch: Batch) -> Sums:
+        tokens = batch["scored"].sum()
+        return {"ntp": tokens} | ({"z": tokens} if c.z_loss else {})
+
+    def loss(params, frozen, batch: Batch, rng: Array) -> Sums:
+        found = call(model, params, "__call__", batch["tokens"], batch.get("segments"), batch.get("positions"))
+        token = linear_cross_entropy(
+            found.out_BTD, params["head"]["kernel"], batch["targets"], batch["scored"], c.head_chunk
+        )
+        return {"ntp": token.nll} | ({"z": token.z} if c.z_loss else {})
+
+    def forward(params, frozen, tokens_BT: Array) -> Array:
+        return call(model, params, "logits", tokens_BT)
+
+    return Task(
+        name="llama", chunk=1, vocab=c.vocab, coefficients={"ntp": 1.0} | ({"z": c.z_loss} if c.z_loss else {}),
+        init=init, weights=weights, loss=loss, forward=forward,
+        flops_per_token=flops.llama_training_flops_per_token(c, sequence), flops_convention=flops.CONVENTION,
+        leaf_rules=CALM_RULES,
+    )  # fmt: skip
+
+
+def _normals(c: AutoencoderConfig, shape: tuple[int, int]) -> Array:
+    """Standard normals [B, M, l], one key per row."""
+    keys_B = row_keys(jax.random.key(STATISTICS_KEY), shape[0], TARGET)
+    return jax.vmap(lambda key: jax.random.normal(key, (shape[1], c.latent)))(keys_B)

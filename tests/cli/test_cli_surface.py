@@ -1,0 +1,73 @@
+"""The command line as users script it. A change here is a change of the interface: say so in the changelog."""
+
+import argparse
+import contextlib
+import io
+
+import pytest
+
+from ncp_jax.cli import main as cli
+from ncp_jax.cli.main import main, make_parser
+
+SURFACE = {
+    "data prepare": [
+        "--eos", "--out", "--overwrite", "--split-file", "--text-key", "--tokenizer", "--train-bpe", "--val-fraction",
+        "SRC",
+    ],
+    "data train-bpe": ["--out", "--split-file", "--text-key", "--val-fraction", "--vocab", "SRC"],
+    "data inspect": ["--sample", "--verify", "DIR"],
+    "train": ["--dry-run", "CONFIG", "KEY=VALUE"],
+    "sample": [
+        "--min-p", "--seed", "--step", "--temperature", "--tokens", "--top-k", "--top-p", "PROMPT", "RUN",
+    ],
+    "report": ["--out", "RUN"],
+    "yardsticks": ["run"],
+}  # fmt: skip
+
+
+def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[str]]:
+    """Arguments of every command that has no subcommands, by the words that reach it."""
+    found: dict[str, list[str]] = {}
+    arguments: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                found |= surface(inner, f"{name} {word}".strip())
+        elif not isinstance(action, argparse._HelpAction):
+            arguments += action.option_strings or [str(action.metavar or action.dest)]
+    return found or {name: sorted(arguments)}
+
+
+def test_commands_and_options():
+    assert surface(make_parser()) == SURFACE
+
+
+@pytest.mark.parametrize("command", [[], *[name.split() for name in SURFACE]], ids=" ".join)
+def test_every_command_explains_itself(command):
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert said.getvalue().startswith("usage: ncp-jax")
+
+
+def test_an_unknown_command_exits_with_2():
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+        main(["tain"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'tain'" in said.getvalue()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_is_not_the_users_to_mend(monkeypatch, capsys, raised):
+    """An interrupt is an exit status; a defect keeps its traceback."""
+
+    def fail(args):
+        raise raised
+
+    monkeypatch.setattr(cli.importlib.import_module("ncp_jax.cli.train"), "run", fail)
+    if raised is KeyboardInterrupt:
+        assert main(["train", "x"]) == 130
+        assert capsys.readouterr().err == "ncp-jax train: interrupted\n"
+    else:
+        with pytest.raises(ZeroDivisionError):
+            main(["train", "x"])
