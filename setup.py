@@ -32,11 +32,11 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda13]"],
-        "hf": ["safetensors>=0.5", "transformers>=4.57"],
+        "parity": ["torch>=2.9", "transformers>=5.24"],  # 4.57 and 5.24 give OLMo-3's YaRN to full layers alone
         "eval": ["lm-eval>=0.4.9"],
         "report": ["matplotlib>=3.9", "jinja2>=3.1"],
         "notebooks": ["matplotlib>=3.9", "nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "scipy>=1.13", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "scipy>=1.13", "safetensors>=0.5", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
     },
     entry_points={"console_scripts": ["ncp-jax=ncp_jax.cli.main:main"]},
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],

@@ -5,4 +5,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment report,notebooks,test
 export JAX_PLATFORMS=cpu
-exec python -m pytest "$@"
+# Two workers: most of a test is compilation, which one core does alone.
+exec python -m pytest --numprocesses 2 --dist loadfile "$@"

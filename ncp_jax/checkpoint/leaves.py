@@ -136,6 +136,7 @@ def _indent(lines: Iterable[str], limit: int = 60) -> str:
     return "\n".join("  " + line for line in lines[:limit] + more)
 
 
+BLOCK = 2**20  # words per step of a checksum
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: Knuth's multiplicative hash of the index
 
 
@@ -147,9 +148,13 @@ def _host_checksum(array: jax.Array) -> int:
     """NumPy, no compilation: a tree has some thirty shapes, and compiling each costs 0.1 s or more."""
     values = np.asarray(array).reshape(-1)
     words = values.view(f"u{min(values.dtype.itemsize, 4)}")
-    scattered = np.arange(words.size, dtype=np.uint32) * np.uint32(GOLDEN)
-    weights = (scattered ^ (scattered >> np.uint32(15))) | np.uint32(1)
-    return int(np.sum(words * weights, dtype=np.uint64) % 2**32)
+    total = 0
+    for start in range(0, words.size, BLOCK):  # in blocks: temporaries of a whole leaf would be four times its size
+        block = words[start : start + BLOCK]
+        scattered = np.arange(start, start + block.size, dtype=np.uint32) * np.uint32(GOLDEN)
+        weights = (scattered ^ (scattered >> np.uint32(15))) | np.uint32(1)
+        total += int(np.sum(block * weights, dtype=np.uint64))
+    return total % 2**32
 
 
 @jax.jit

@@ -112,7 +112,7 @@ def _read_yarn(inner: Fields) -> Yarn:
     if factor < 1:
         inner.wrong("factor", factor, "must be at least 1")
     explicit = inner.number("attention_factor", default=None)
-    mscale, all_dim = (inner.raw(name, default=None) for name in ("mscale", "mscale_all_dim"))
+    mscale, all_dim = (inner.number(name, default=None, above=-math.inf) for name in ("mscale", "mscale_all_dim"))
     implied = attention_factor(factor, mscale, all_dim)
     scale = implied if explicit is None else explicit
     return Yarn(

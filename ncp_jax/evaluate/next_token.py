@@ -8,7 +8,7 @@ contexts whose draws differ are dropped, about 0.5 rows per position where a qua
 Shapes: B rows, T tokens, V vocabulary, S scored starts, P = B S positions, p contexts that leave the text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from jax import Array
 from ncp_jax.config import ConfigError, nearest_multiples
 from ncp_jax.evaluate.brier import Protocol, Scores, gather
 from ncp_jax.evaluate.brier_rows import (
+    RowBatch,
     Rows,
     batches,
     block_starts,
@@ -89,7 +90,8 @@ def score_next_token(
     Args:
         starts: `tokens` scores every offset, as the official baseline does; `blocks` scores where a block sampler of
             `chunk` tokens is scored, with the same context, so that both can be compared (evaluate/brier.compare).
-        batch: rows at a time; at_once: contexts at a time, [at_once, T, V] logits. Neither changes a score.
+        batch: rows at a time; at_once: contexts at a time, [at_once, T, V] logits. Neither changes a score, but for
+            rounding.
         draw: replaces the draws, to repeat recorded ones.
     Raises ConfigError for impossible sizes, ScoreError for ids that the model does not have.
     """
@@ -101,29 +103,28 @@ def score_next_token(
             f"nearest: {nearest_multiples(T, model.chunk)}"
         )
     start_S, drawing = _starts(starts, T, chunk), draw or partial(_draw_pairs, jax.random.key(seed))
-    accuracy, collision = [], []
+    counted_NS = scored(rows, np.arange(len(rows.tokens_NT)), start_S)
+    found = []
     for part in batches(rows, batch):
-        logits_BTV = model.logits(jnp.asarray(part.tokens_BT))
-        accuracy_BSn, square_BT = _first_pass(logits_BTV, jnp.asarray(part.tokens_BT), start_S)
-        keep_P = (scored(rows, part.row_B, start_S) & (np.arange(batch) < part.new)[:, None]).ravel()
-        row_P, start_P = np.repeat(np.arange(batch), len(start_S)), np.tile(start_S, batch)
-        collision_Pn = np.zeros((len(row_P), LENGTHS))
-        where = np.flatnonzero(keep_P)
-        pair_2p = _pairs(drawing, logits_BTV, part.row_B, row_P[where], start_P[where])
-        del logits_BTV
-        collision_Pn[where] = _collision(
-            model, part.tokens_BT, part.row_B, row_P[where], start_P[where], np.asarray(square_BT), pair_2p, drawing,
-            at_once,
-        )  # fmt: skip
-        accuracy.append(np.asarray(accuracy_BSn)[: part.new])
-        collision.append(collision_Pn.reshape(batch, -1, LENGTHS)[: part.new])
+        counted_BS = counted_NS[part.row_B] & (np.arange(batch) < part.new)[:, None]
+        parts = _parts(model, part, start_S, counted_BS, drawing, at_once)
+        found.append([values_BSn[: part.new] for values_BSn in parts])
     protocol = Protocol(
         model=model.name, tokenizer=model.tokenizer, dtype=model.dtype, packing=rows.packing, block=T, chunk=chunk,
         rows=len(rows.tokens_NT), starts="every token" if starts == "tokens" else f"blocks of {chunk}",
         first_start=int(start_S[0]), samples=None, estimator="exact", seed=seed,
     )  # fmt: skip
-    counted_NS = scored(rows, np.arange(len(rows.tokens_NT)), start_S)
-    return gather(rows, start_S, counted_NS, np.concatenate(accuracy), np.concatenate(collision), protocol)
+    accuracy_NSn, collision_NSn = (np.concatenate(values) for values in zip(*found, strict=True))
+    return gather(rows, start_S, counted_NS, accuracy_NSn, collision_NSn, protocol)
+
+
+class _Places(NamedTuple):
+    """Positions to follow beyond the first token: p of them, in a batch of rows."""
+
+    tokens_BT: np.ndarray
+    text_row_B: np.ndarray  # each row's place in the whole text
+    row_p: np.ndarray
+    start_p: np.ndarray
 
 
 def _starts(kind: Starts, T: int, chunk: int | None) -> np.ndarray:
@@ -132,6 +133,21 @@ def _starts(kind: Starts, T: int, chunk: int | None) -> np.ndarray:
     if chunk is None:
         raise ConfigError("starts 'blocks' needs the chunk of the block sampler to compare with, for example chunk=4")
     return block_starts(T, chunk)
+
+
+def _parts(
+    model: NextToken, part: RowBatch, start_S: np.ndarray, counted_BS: np.ndarray, draw: DrawPairs, at_once: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(accuracy, collision) [B, S, 4] of one batch of rows; no collision where nothing is counted."""
+    logits_BTV = model.logits(jnp.asarray(part.tokens_BT))
+    accuracy_BSn, square_BT = _first_pass(logits_BTV, jnp.asarray(part.tokens_BT), start_S)
+    row_p, place_p = np.nonzero(counted_BS)
+    places = _Places(part.tokens_BT, part.row_B, row_p, start_S[place_p])
+    pair_2p = _pairs(draw, logits_BTV, places)
+    del logits_BTV  # up to a gigabyte, before contexts make as much again
+    collision_BSn = np.zeros((*counted_BS.shape, LENGTHS))
+    collision_BSn[counted_BS] = _collision(model, places, np.asarray(square_BT), pair_2p, draw, at_once)
+    return np.asarray(accuracy_BSn), collision_BSn
 
 
 @jax.jit
@@ -144,40 +160,51 @@ def _first_pass(logits_BTV: Array, tokens_BT: Array, start_S: Array) -> tuple[Ar
     return jnp.cumprod(p_BS4, axis=-1), jnp.exp(2 * log_p_BTV).sum(axis=-1)
 
 
-def _pairs(
-    draw: DrawPairs, logits_BTV: Array, text_row_B: np.ndarray, row_p: np.ndarray, start_p: np.ndarray
-) -> np.ndarray:
-    """Two first tokens for every start of every row, int [2, p]."""
+def _pairs(draw: DrawPairs, logits_BTV: Array, places: _Places) -> np.ndarray:
+    """Two first tokens for every position, int [2, p]."""
     found = [np.zeros((2, 0), np.int32)]
-    for index, count in groups(len(row_p), DRAWS_AT_ONCE):
-        row_g, start_g = row_p[index], start_p[index]
+    for index, count in groups(len(places.row_p), DRAWS_AT_ONCE):
+        row_g, start_g = places.row_p[index], places.start_p[index]
         logits_gV = _rows(logits_BTV, row_g, start_g - 1)
-        found.append(np.asarray(draw(0, text_row_B[row_g], start_g, logits_gV))[:, :count])
+        found.append(np.asarray(draw(0, places.text_row_B[row_g], start_g, logits_gV))[:, :count])
     return np.concatenate(found, axis=1)
 
 
 def _collision(
-    model: NextToken, tokens_BT: np.ndarray, text_row_B: np.ndarray, row_p: np.ndarray, start_p: np.ndarray,
-    square_BT: np.ndarray, pair_2p: np.ndarray, draw: DrawPairs, at_once: int,
-) -> np.ndarray:  # fmt: skip
-    """Unbiased collisions, [p, 4]."""
+    model: NextToken, places: _Places, square_BT: np.ndarray, pair_2p: np.ndarray, draw: DrawPairs, at_once: int
+) -> np.ndarray:
+    """Unbiased collisions, [p, 4]: step by step along the first drawn token, where the second agrees."""
+    tokens_BT, text_row_B, row_p, start_p = places
     rate_p4, whole_p4 = np.zeros((len(row_p), LENGTHS)), np.zeros((len(row_p), LENGTHS))
     rate_p4[:, 0], whole_p4[:, 0] = square_BT[row_p, start_p - 1], pair_2p[0] == pair_2p[1]
     path_pi, alive = pair_2p[0][:, None], np.flatnonzero(pair_2p[0] == pair_2p[1])
     for step in range(1, LENGTHS):
         token_p, agree_p = np.zeros(len(row_p), path_pi.dtype), np.zeros(len(row_p), bool)
-        length_p = start_p[alive] + step
-        context_pT = branches(tokens_BT, row_p[alive], start_p[alive], path_pi[alive])
-        for index, count in groups(len(alive), at_once):
-            logits_pV = _logits_at(model, context_pT[index], length_p[index] - 1)
-            here = alive[index]
-            rate_p4[here[:count], step] = np.asarray(_square_sum(logits_pV))[:count]
+        for here, count, width in _groups_by_width(alive, start_p + step, tokens_BT.shape[1], model.chunk, at_once):
+            context_gT = branches(tokens_BT, row_p[here], start_p[here], path_pi[here])
+            logits_gV = _logits_at(model, context_gT[:, :width], start_p[here] + step - 1)
+            rate_p4[here[:count], step] = np.asarray(_square_sum(logits_gV))[:count]
             if step < LENGTHS - 1:
-                pair_2g = np.asarray(draw(step, text_row_B[row_p[here]], start_p[here], logits_pV))[:, :count]
+                pair_2g = np.asarray(draw(step, text_row_B[row_p[here]], start_p[here], logits_gV))[:, :count]
                 token_p[here[:count]], agree_p[here[:count]] = pair_2g[0], pair_2g[0] == pair_2g[1]
         whole_p4[:, step], alive = agree_p, np.flatnonzero(agree_p)
         path_pi = np.concatenate([path_pi, token_p[:, None]], axis=1)
     return np.asarray(_chain(rate_p4[..., None], whole_p4))
+
+
+def _groups_by_width(
+    alive: np.ndarray, length_p: np.ndarray, T: int, chunk: int, at_once: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """(positions, how many of them are new, tokens to read): `at_once` contexts that fit one width at a time.
+
+    Widths are quarters of a row, in whole chunks: few programs to compile, and 5/8 of the tokens on average.
+    """
+    quarter = chunk * -(-T // (4 * chunk))
+    width_p = np.minimum(-(-length_p // quarter) * quarter, T)
+    for width in np.unique(width_p[alive]):
+        wide = alive[width_p[alive] == width]
+        for index, count in groups(len(wide), at_once):
+            yield wide[index], count, int(width)
 
 
 def _logits_at(model: NextToken, tokens_pT: np.ndarray, place_p: np.ndarray) -> Array:

@@ -111,34 +111,14 @@ def exact(
     `exact`. A flat law over X blocks needs n X^(n-1) draws; `expected_draws` says what another needs.
     """
     n, fraction = power(temperature)
-    at_once = 1 if (n, fraction) == (1, 0) else at_once  # the first draw is accepted
-    first = jax.eval_shape(sample, context, keys_B[None])
-    B, K = first.shape[1:]
-    zero_B = jnp.zeros(B, jnp.int32)
-    start = _State(jnp.zeros((B, K), first.dtype), zero_B, zero_B, zero_B, zero_B, zero_B, jnp.zeros(B, bool))
-
-    def unfinished(carry: tuple[Array, _State]) -> Array:
-        return (carry[0] < max_draws) & ~carry[1].done_B.all()
-
-    def call(carry: tuple[Array, _State]) -> tuple[Array, _State]:
-        number_W = carry[0] + jnp.arange(at_once, dtype=jnp.int32)
-        draw_WBK = sample(context, _each_key(keys_B, 2 * number_W))
-        uniform_WB = jnp.zeros(draw_WBK.shape[:2])
-        if fraction:
-            uniform_WB = jax.vmap(jax.vmap(jax.random.uniform))(_each_key(keys_B, 2 * number_W + 1))
-        take = partial(_take_draw, n=n, fraction=fraction)
-        state, _ = lax.scan(take, carry[1], (draw_WBK, uniform_WB, number_W < max_draws))
-        return carry[0] + at_once, state
-
-    state = lax.while_loop(unfinished, call, (jnp.int32(0), start))[1]
+    state = _search(sample, context, keys_B, Power(n, fraction), max_draws, at_once)
     found = Tempered(state.block_BK, state.draws_B, n * state.attempts_B + state.second_B, state.done_B)
 
     def stand_in(found: Tempered) -> Tempered:
-        voted = _vote(
-            sample, context, _fold_in(keys_B, 2 * max_draws), max(1, round(1 / temperature)), candidates, at_once
-        )
+        keys, nearest = _fold_in(keys_B, 2 * max_draws), max(1, round(1 / temperature))
+        voted_BK = _vote(sample, context, keys, nearest, candidates, at_once)
         extra_B = jnp.where(found.exact_B, 0, candidates)
-        tokens_BK = jnp.where(found.exact_B[:, None], found.tokens_BK, voted)
+        tokens_BK = jnp.where(found.exact_B[:, None], found.tokens_BK, voted_BK)
         return Tempered(tokens_BK, found.draws_B + extra_B, found.full_draws_B + extra_B, found.exact_B)
 
     return lax.cond(found.exact_B.all(), lambda found: found, stand_in, found)
@@ -208,6 +188,31 @@ class _State(NamedTuple):
     second_B: Array  # second-stage draws of all attempts
     draws_B: Array
     done_B: Array
+
+
+def _search(sample: Sample, context: Any, keys_B: Array, how: Power, max_draws: int, at_once: int) -> _State:
+    """Both stages, `at_once` draws per call of the sampler, until every row is done or has had its draws."""
+    n, fraction = how
+    at_once = 1 if how == (1, 0) else at_once  # the first draw is accepted
+    first = jax.eval_shape(sample, context, keys_B[None])
+    B, K = first.shape[1:]
+    zero_B = jnp.zeros(B, jnp.int32)
+    start = _State(jnp.zeros((B, K), first.dtype), zero_B, zero_B, zero_B, zero_B, zero_B, jnp.zeros(B, bool))
+
+    def unfinished(carry: tuple[Array, _State]) -> Array:
+        return (carry[0] < max_draws) & ~carry[1].done_B.all()
+
+    def call(carry: tuple[Array, _State]) -> tuple[Array, _State]:
+        number_W = carry[0] + jnp.arange(at_once, dtype=jnp.int32)
+        draw_WBK = sample(context, _each_key(keys_B, 2 * number_W))
+        uniform_WB = jnp.zeros(draw_WBK.shape[:2])
+        if fraction:
+            uniform_WB = jax.vmap(jax.vmap(jax.random.uniform))(_each_key(keys_B, 2 * number_W + 1))
+        take = partial(_take_draw, n=n, fraction=fraction)
+        state, _ = lax.scan(take, carry[1], (draw_WBK, uniform_WB, number_W < max_draws))
+        return carry[0] + at_once, state
+
+    return lax.while_loop(unfinished, call, (jnp.int32(0), start))[1]
 
 
 def _take_draw(state: _State, drawn: tuple[Array, Array, Array], *, n: int, fraction: float) -> tuple[_State, None]:

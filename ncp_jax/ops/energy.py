@@ -65,12 +65,12 @@ def between_samples(x_NPl: Array, beta: float) -> Array:
     if N < 2:
         raise ValueError(f"the energy score compares samples with one another: it needs at least 2, got {N}")
 
-    @jax.checkpoint  # keeps the samples alone, not one difference per shift
-    def ring(x_NPl: Array, other_NPl: Array) -> Array:
-        return distance(x_NPl, other_NPl, beta).sum(axis=0)
+    @partial(jax.checkpoint, static_argnums=1)  # keeps the samples alone, not one difference per shift
+    def ring(x_NPl: Array, shift: int) -> Array:
+        return distance(x_NPl, jnp.roll(x_NPl, shift, axis=0), beta).sum(axis=0)
 
-    shifts = range(1, N // 2 + 1)  # a shift and its opposite hold the same pairs
-    parts = [ring(x_NPl, jnp.roll(x_NPl, s, axis=0)) * (1 if 2 * s == N else 2) for s in shifts]
+    # A shift and its opposite hold the same pairs.
+    parts = [ring(x_NPl, s) * (1 if 2 * s == N else 2) for s in range(1, N // 2 + 1)]
     return sum(parts[1:], parts[0]) / (N * (N - 1))
 
 
@@ -102,11 +102,14 @@ def _to_target_jvp(draws: int, beta: float, primals, tangents):
 
     def add(total: tuple[Array, Array], index_m: Array) -> tuple[tuple[Array, Array], None]:
         y_mPl = _targets(mean_Pl, std_Pl, noise, index_m)
-        gap_NmPl = x_NPl[:, None] - y_mPl
-        square_NmP = (gap_NmPl**2).sum(axis=-1)
-        pull_NmP = beta * _power(square_NmP, beta / 2 - 1)  # d|g|^b / dg = b |g|^(b-2) g
-        pull_NPl = (pull_NmP[..., None] * gap_NmPl).sum(axis=1)
-        return (total[0] + _power(square_NmP, beta / 2).sum(axis=(0, 1)), total[1] + pull_NPl), None
+        value_P, pull_NPl = total
+        for y_Pl in y_mPl:  # written out: one pass adds all of them to the gradient
+            gap_NPl = x_NPl - y_Pl
+            square_NP = (gap_NPl**2).sum(axis=-1)
+            value_P = value_P + _power(square_NP, beta / 2).sum(axis=0)
+            # d|g|^b / dg = b |g|^(b-2) g
+            pull_NPl = pull_NPl + beta * _power(square_NP, beta / 2 - 1)[..., None] * gap_NPl
+        return (value_P, pull_NPl), None
 
     zero = jnp.zeros(x_NPl.shape[1:-1], x_NPl.dtype), jnp.zeros_like(x_NPl)
     value_P, gradient_NPl = jax.tree.map(lambda a: a / (len(x_NPl) * draws), lax.scan(add, zero, _slices(draws))[0])

@@ -1,11 +1,13 @@
 """The CALM family's Tasks: autoencoder, language model, autoregressive baseline."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ncp_jax.config import ConfigError, differences, to_dict
 from ncp_jax.models.calm import flops, losses, reconstruction
 from ncp_jax.models.calm.autoencoder import Autoencoder
 from ncp_jax.models.calm.call import call
@@ -16,7 +18,10 @@ from ncp_jax.models.calm.noise import TARGET, row_keys
 from ncp_jax.models.llama import Llama, LlamaConfig
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
 from ncp_jax.optim.leaves import TRANSFORMER_RULES, LeafRule
-from ncp_jax.train.task import Batch, Sums, Task
+from ncp_jax.train.run_config import InitFrom
+from ncp_jax.train.rundir import RunDirectory, read_json
+from ncp_jax.train.start import weights_of
+from ncp_jax.train.task import Batch, Params, Sums, Task
 
 # The official runs train everything with AdamW: optim.optimizer = adamw, and embeddings decay like matrices
 # (optim.embedding_weight_decay = 0.1). With muon, hidden matrices get it; what touches ids, noise or latents does not.
@@ -28,6 +33,8 @@ CALM_RULES: tuple[LeafRule, ...] = (
     LeafRule(r"(input|latent_input|generator|encoder|decoder)/.*kernel", "linear", "muon", ((-2,), (-1,))),
     *TRANSFORMER_RULES,
 )
+# Fields of an autoencoder's config that matter only while it trains.
+TRAINING_ONLY = ("token_dropout", "latent_dropout", "kl_weight", "kl_floor", "score_pads", "head_chunk")
 STATISTICS_KEY = 0  # noise of statistics and evaluation is the same at every step
 
 
@@ -95,6 +102,39 @@ def calm_task(c: CalmConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
         flops_per_token=flops.training_flops_per_token(c, sequence), flops_convention=flops.CONVENTION,
         leaf_rules=CALM_RULES,
     )  # fmt: skip
+
+
+def load_autoencoder(c: CalmConfig, like: Params, ours: RunDirectory) -> Params:
+    """The frozen parameters of a language model: what its autoencoder's run learnt, on the shardings of `like`.
+
+    Raises ConfigError where there is no such run, where it trained another autoencoder than the config describes, or
+    where its tokenizer is not that of `ours`.
+    """
+    if c.autoencoder_run is None:
+        raise ConfigError(
+            "model.autoencoder_run is missing: a CALM language model learns to predict the latents of a trained "
+            "autoencoder; train one ('ncp-jax train' with a config whose model is an AutoencoderConfig) and give its "
+            "run directory"
+        )
+    stored = read_json(Path(c.autoencoder_run) / "config.json")
+    if stored is None:
+        raise ConfigError(
+            f"model.autoencoder_run {c.autoencoder_run} has no config.json; is it a run directory made by "
+            "'ncp-jax train'? Train an autoencoder first, or correct the path"
+        )
+    theirs, expected = stored["config"]["model"], to_dict(c.autoencoder)
+    changes = [f"model.autoencoder.{line}" for line in differences(_shape(expected), _shape(theirs))]
+    if changes:
+        raise ConfigError(
+            f"model.autoencoder is not the one that {c.autoencoder_run} trained (ours -> theirs): "
+            f"{'; '.join(changes)}; copy its model config"
+        )
+    return weights_of(InitFrom(c.autoencoder_run, "best"), like, ours)[0]
+
+
+def _shape(values: dict) -> dict:
+    """The part of an autoencoder's config that its parameters and latents depend on."""
+    return {name: value for name, value in values.items() if name not in TRAINING_ONLY}
 
 
 def llama_task(c: LlamaConfig, sequence: int, dtype: Any = jnp.float32) -> Task:

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
+from ncp_jax.checkpoint.leaves import flatten, unflatten_like
 from ncp_jax.checkpoint.store import CheckpointStore
 from ncp_jax.config import ConfigError, from_dict
 from ncp_jax.data.tokenizer import Tokenizer
@@ -44,9 +47,20 @@ def load_run(directory: str | Path, step: str | int = "best", task: Task | None 
     number = choose_step(store, step, directory)
     task = task or build_task(config.model, config.data.sequence)
     params, frozen = (unboxed(tree) for tree in abstract_params(task))
+    params = _in_stored_dtype(params, store.abstract(number)["train"]["params"])
     restored = store.restore_subtree(number, ["train/params"], {"train": {"params": params}})
     frozen, tokenizer = load_frozen(directory / "frozen", frozen), _tokenizer(directory, stored["eos"])
     return LoadedRun(config, task, restored["train"]["params"], frozen, tokenizer, number)
+
+
+def _in_stored_dtype(params: Any, stored: Any) -> Any:
+    """An imported run may hold bfloat16 parameters; training holds float32. Names and shapes are compared later."""
+    found = flatten(stored)
+    kinds = {
+        name: jax.ShapeDtypeStruct(leaf.shape, found[name].dtype if name in found else leaf.dtype)
+        for name, leaf in flatten(params).items()
+    }
+    return unflatten_like(params, kinds)
 
 
 def _tokenizer(directory: Path, eos: int) -> Tokenizer:

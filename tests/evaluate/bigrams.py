@@ -53,7 +53,7 @@ def sampler(chunk: int, belief: str = "fair", everywhere: bool = True, **named) 
 
     def block(last, key):
         def step(token, uniform):
-            token = jnp.minimum((uniform > cdf[token]).sum(), VOCAB - 1)
+            token = jnp.minimum((uniform > cdf[token]).sum(), VOCAB - 1).astype(last.dtype)
             return token, token
 
         return jax.lax.scan(step, last, jax.random.uniform(key, chunk))[1]

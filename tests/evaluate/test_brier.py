@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import VOCAB, exact_parts, model, rows, sampler
-from golden_files import load
 
 from ncp_jax.config import ConfigError
 from ncp_jax.evaluate.blocks import BlockSampler, score_blocks
@@ -28,20 +27,6 @@ def test_positions_of_the_published_protocol(block, chunk, count, positions):
     starts = token_starts(block) if chunk is None else block_starts(block, chunk)
     assert len(found.tokens_NT) == count
     assert count * len(starts) == positions
-
-
-@pytest.mark.parametrize("name", ["k4", "k8", "k3_v9"])
-def test_official_scores_of_recorded_draws(name):
-    """Both recorded draws of each block. For K = 3 no pair agreed on a whole block that went on: no later draws."""
-    golden = load(f"calm_energy_{name}")
-    drawn = np.stack([golden["brier_pred1"], golden["brier_pred2"]])
-    assert int(golden["brier_noise_calls"]) == 0
-    vocab = int(golden["input_ids"].max()) + 1
-    replay = BlockSampler(drawn.shape[-1], vocab, lambda *_: pytest.fail("no path goes on"), lambda *_: drawn)
-    found = summarise(
-        score_blocks(replay, cut(golden["input_ids"], golden["input_ids"].shape[1]), batch=2, estimator="official")
-    )
-    np.testing.assert_allclose(np.array(found.brier_n) / 100, golden["brier_from_head_out"], atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 8])
@@ -86,7 +71,7 @@ def test_all_samples_are_better_than_two():
 
 @pytest.mark.parametrize("chunk", [2, 4])
 def test_batching_changes_nothing(chunk):
-    text = rows(documents=3, length=60, block=20)
+    text = rows(documents=2, length=60, block=20)
     found = [score_blocks(sampler(chunk), text, samples=3, batch=b, at_once=a, seed=5) for b, a in ((1, 64), (5, 3))]
     for other in found[1:]:
         assert np.array_equal(other.brier_Pn, found[0].brier_Pn)

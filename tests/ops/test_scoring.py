@@ -116,7 +116,7 @@ def test_brierlm_of_independent_tokens(samples):
     """Four independent tokens: B_n = 2 a^n - c^n in closed form."""
     a, c = P @ Q, P @ P
     exact = np.array([2 * a**n - c**n for n in (1, 2, 3, 4)])
-    count = 200_000
+    count = 100_000
     value = np.asarray(parts_of(draw(P, (samples, count, 4), 3), draw(Q, (count, 4), 4)).brier, np.float64)
     covariance = clustered_covariance(value, np.arange(count))
     assert (abs(value.mean(0) - exact) < 3 * np.sqrt(np.diag(covariance))).all()
