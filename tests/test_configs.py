@@ -136,7 +136,12 @@ def test_presets_differ_where_they_should():
         NCPConfig(vocab=8, encoder_layers=2, concept_layers=0, decoder_layers=1, backbone=backbone)
     with pytest.raises(ConfigError, match="encoder_layers >= 2"):
         NCPConfig(
-            vocab=8, encoder_layers=1, concept_layers=1, decoder_layers=1, backbone=backbone, concept=Concept(segments=4)
+            vocab=8,
+            encoder_layers=1,
+            concept_layers=1,
+            decoder_layers=1,
+            backbone=backbone,
+            concept=Concept(segments=4),
         )
     with pytest.raises(dataclasses.FrozenInstanceError):
         nano().name = "x"  # type: ignore[misc]

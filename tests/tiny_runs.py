@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +129,11 @@ def config_file(folder: Path, corpus: Path | str, model: str) -> Path:
     call = f"run_config({str(corpus)!r}, None, {model!r})"
     file.write_text(f"from tiny_runs import run_config\n\n\ndef config():\n    return {call}\n")
     return file
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Environment of a Python process that imports what this one can."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | changes
 
 
 def digest(batch: dict[str, np.ndarray]) -> int:

@@ -3,7 +3,7 @@
 Shapes: B rows, n new tokens, D width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,7 +34,8 @@ def extend(model: Olmo3, params: dict, cache: Cache, tokens_Bn: Array, count_B: 
     positions_Bn = start_B[:, None] + jnp.arange(tokens_Bn.shape[1])
     real_Bn = jnp.arange(tokens_Bn.shape[1]) < count_B[:, None]
     see = cached_sight(s, cache.tower, positions_Bn, real_Bn, model.dtype)
-    out_BnD, tower = model.apply({"params": params}, tokens_Bn, see, past_of(cache.tower, s), method="decode")
+    found: Any = model.apply({"params": params}, tokens_Bn, see, past_of(cache.tower, s), method="decode")
+    out_BnD, tower = found
     return out_BnD, Cache(start_B + count_B, extend_tower(cache.tower, s, tower.kv, start_B, count_B))
 
 

@@ -44,7 +44,8 @@ class Blocks(nn.Module):
         full = s.qk_norm == "full"
 
         def stacked(name, init, shape, axes):
-            if self.has_variable("params", name) and isinstance(given := self.get_variable("params", name), tuple):
+            given: Any = self.get_variable("params", name) if self.has_variable("params", name) else None
+            if isinstance(given, tuple):
                 return given  # see `one_array_per_layer`
             return param(self, name, init, [L, *shape], ["layers", *axes])
 

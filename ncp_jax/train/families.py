@@ -57,7 +57,7 @@ def _olmo3(c: Olmo3Config, sequence: int, dtype: Any) -> Task:
         return {"ntp": tokens} | ({"z": tokens} if c.z_loss else {})
 
     def loss(params, frozen, batch: Batch, rng: Array):
-        found = model.apply({"params": params}, batch["tokens"], batch.get("segments"), batch.get("positions"))
+        found: Any = model.apply({"params": params}, batch["tokens"], batch.get("segments"), batch.get("positions"))
         token = linear_cross_entropy(
             found.out_BTD, params["head"]["kernel"], batch["targets"], batch["scored"], c.head_chunk
         )

@@ -18,8 +18,8 @@ SURFACE = {
     "data inspect": ["--sample", "--verify", "DIR"],
     "train": ["--dry-run", "CONFIG", "KEY=VALUE"],
     "sample": [
-        "--history", "--min-p", "--seed", "--step", "--stop", "--temperature", "--tokens", "--top-k", "--top-p", "PROMPT",
-        "RUN",
+        "--history", "--min-p", "--seed", "--step", "--stop", "--temperature", "--tokens", "--top-k", "--top-p",
+        "PROMPT", "RUN",
     ],
     "convert import": ["--allow-unused-ids", "--dtype", "--ignore-field", "--tokenizer", "HF_DIR", "RUN_DIR"],
     "convert export": ["--dtype", "--format", "--step", "HF_DIR", "RUN_DIR"],

@@ -16,9 +16,7 @@ def kept(logits, **how):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(
-    ("top_p", "count"), [(1e-8, 1), (1e-3, 1), (0.5, 1), (0.6, 2), (0.85, 3), (0.96, 4), (1.0, 4)]
-)
+@pytest.mark.parametrize(("top_p", "count"), [(1e-8, 1), (1e-3, 1), (0.5, 1), (0.6, 2), (0.85, 3), (0.96, 4), (1.0, 4)])
 def test_the_nucleus_is_the_smallest_set_that_reaches_p(top_p, count, dtype):
     if dtype == jnp.bfloat16 and top_p == 0.5:
         return  # bf16 logits put the first token just below 0.5

@@ -41,7 +41,8 @@ def test_train_records(ncp_run):
 
 
 def test_muon_has_its_own_rate(corpus, tmp_path):
-    train(run_config(corpus, tmp_path, "olmo3", "train.log_every=8"))
+    changes = ("train.log_every=8", "train.batch=16", "train.micro_batches=2", "evaluation.every=null")
+    train(run_config(corpus, tmp_path, "olmo3", *changes), devices=jax.devices()[:2])
     found = records(tmp_path, "train")
     assert [record["step"] for record in found] == [1, 8, 16, 20]
     for record in found:

@@ -13,6 +13,7 @@ import pytest
 from tiny_runs import (
     assert_bit_equal,
     bigram,
+    child_environment,
     config_file,
     digest,
     final_state,
@@ -62,7 +63,7 @@ def runs(request, corpus, tmp_path_factory) -> Runs:
     straight, resumed = folder / "straight", folder / "resumed"
     digests = run(straight, 0)
     arguments = [__file__, str(resumed), *command, f"workdir={resumed}"]
-    killed = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    killed = subprocess.run([sys.executable, *arguments], env=child_environment(), capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = [record["step"] for record in records(resumed, "train")]
     saved = [path.name for path in (resumed / "checkpoints").iterdir() if path.name.isdigit()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiny_runs import bigram, records, run_config, watch_batches
+from tiny_runs import bigram, child_environment, records, run_config, watch_batches
 
 from ncp_jax.train.loop import train
 
@@ -50,7 +50,7 @@ def two_processes(corpus: Path, workdir: Path, *arguments: str) -> list[str]:
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, index, port, str(corpus), str(workdir), *arguments],
-            env=os.environ | {"XLA_FLAGS": flags}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=child_environment(XLA_FLAGS=flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for index in "01"
     ]  # fmt: skip

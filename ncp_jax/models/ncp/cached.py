@@ -6,7 +6,7 @@ rows when its last token arrives; the concept that it yields is there for that s
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def empty_cache(model: NCP, batch: int, capacity: int, rollback: int) -> Cache:
     """A cache for up to `capacity` tokens that can be cut back by up to `rollback` of them."""
     c, dtype = model.config, model.dtype
     chunks, back = -(-capacity // c.chunk), rollback // c.chunk + 2
-    row = [(c.backbone.width,)]
+    row: list[tuple[int, ...]] = [(c.backbone.width,)]
     sources = c.encoder_layers - 1 if c.routing.concept_from_encoder else 0
     return Cache(
         length_B=jnp.zeros(batch, jnp.int32),  # an array of its own: the cache is donated
@@ -71,14 +71,14 @@ def extend(
     States beyond `count` mean nothing. `prefill` says that these tokens are a prompt's, so that under `predicted`
     history their chunks are read from the encoder. The caller sees to it that no row outgrows its capacity.
     """
-    c, k, variables = model.config, model.config.chunk, {"params": params}
+    c, k = model.config, model.config.chunk
     start_B, n = cache.length_B, tokens_Bn.shape[1]
     positions_Bn = start_B[:, None] + jnp.arange(n)
     real_Bn = jnp.arange(n) < count_B[:, None]
 
     # 1. Encode, and keep the rows that an unfinished chunk will need.
     see = cached_sight(c.backbone, cache.encoder, positions_Bn, real_Bn, model.dtype)
-    encoder = model.apply(variables, tokens_Bn, see, past_of(cache.encoder, c.backbone), method="encode")
+    encoder = _part(model, params, "encode", tokens_Bn, see, past_of(cache.encoder, c.backbone))
     sources = encoder.raw[:-1] if c.routing.concept_from_encoder else ()
     new_rows = (encoder.h_BTD, *sources)
 
@@ -96,10 +96,10 @@ def extend(
     ]
     readable = ConceptStates(tuple(known[1:]), known[0], concept.logits_BMSN, concept.kv)
     see = cached_sight(c.backbone, cache.decoder, positions_Bn, real_Bn, model.dtype)
-    out_BnD, decoder = model.apply(
-        variables, encoder, see, readable, Injection(place_Bn, available_Bn), past_of(cache.decoder, c.backbone),
-        method="decode",
-    )  # fmt: skip
+    inject = Injection(place_Bn, available_Bn)
+    out_BnD, decoder = _part(
+        model, params, "decode", encoder, see, readable, inject, past_of(cache.decoder, c.backbone)
+    )
 
     length_B = start_B + count_B
     return out_BnD, Cache(
@@ -147,42 +147,40 @@ def _conceive(
 ) -> ConceptStates:
     """Concept states of m chunks, those beyond `completed` meaningless. Skipped where no row completes a chunk."""
     c, m = model.config, pooled[0].shape[1]
-    past, variables = past_of(cache.concept, c.concept_backbone), {"params": params}
+    past = past_of(cache.concept, c.concept_backbone)
     position_Bm = first_B[:, None] + jnp.arange(m)
     real_Bm = jnp.arange(m) < completed_B[:, None]
     see = cached_sight(c.concept_backbone, cache.concept, position_Bm, real_Bm, model.dtype)
 
     def at_once() -> ConceptStates:
-        concepts_BmD = model.apply(variables, pooled[0], method="norm_concept")
-        return model.apply(variables, concepts_BmD, pooled[1:], see, past, method="conceive")
+        concepts_BmD = _part(model, params, "norm_concept", pooled[0])
+        return _part(model, params, "conceive", concepts_BmD, pooled[1:], see, past)
 
     def one_by_one() -> ConceptStates:
         """Each chunk's input is the prediction made from the one before it (report; `predicted` history)."""
-        Q, made = cache.table.positions_BC.shape[1], []
-        concepts_BmD = model.apply(variables, pooled[0], method="norm_concept")
+        Q = cache.table.positions_BC.shape[1]
+        made: list[ConceptStates] = []
+        concepts_BmD = _part(model, params, "norm_concept", pooled[0])
         before_BD = jnp.take_along_axis(cache.table.slots[0], ((first_B - 1) % Q)[:, None, None], axis=1)[:, 0]
         for j in range(m):
             chunk_B = first_B + j
             # Chunk 0 has no prediction: its encoder state stands in (assumption).
             real_B1 = ((chunk_B < cache.prompt_B // c.chunk) | (chunk_B == 0))[:, None]
             input_B1D = jnp.where(real_B1, concepts_BmD[:, j], before_BD)[:, None]
+            sources = [source_BmD[:, j : j + 1] for source_BmD in pooled[1:]]
             so_far = joined(past, [states.kv for states in made])
-            made.append(
-                model.apply(
-                    variables,
-                    input_B1D,
-                    [source[:, j : j + 1] for source in pooled[1:]],
-                    _column(see, j, m),
-                    so_far,
-                    method="conceive",
-                )
-            )
+            made.append(_part(model, params, "conceive", input_B1D, sources, _column(see, j, m), so_far))
             before_BD = made[-1].predicted_BMD[:, 0]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *made)
 
     run = at_once if from_encoder else one_by_one
     nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
     return jax.lax.cond((completed_B > 0).any(), run, lambda: nothing)
+
+
+def _part(model: NCP, params: dict, method: str, *arguments: Any) -> Any:
+    """One of the model's parts, applied. Typed Any: `apply` is typed for all that Linen can return."""
+    return model.apply({"params": params}, *arguments, method=method)
 
 
 def _column(see, j: int, m: int):
