@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand; returns the exit status. What a user can mend is one message on stderr, no traceback."""
-    args = make_parser().parse_args(arguments)
+    args = _parsed(make_parser(), arguments)
     try:
         return importlib.import_module(f"ncp_jax.cli.{args.command}").run(args) or 0
     except KeyboardInterrupt:
@@ -41,6 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"ncp-jax {args.command}: {error}", file=sys.stderr)
         return status
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Arguments, KEY=VALUE pairs after an option included, which argparse leaves over."""
+    args, rest = parser.parse_known_args(arguments)
+    pairs = [word for word in rest if not word.startswith("-")]
+    if pairs and pairs == rest and hasattr(args, "overrides"):
+        args.overrides += pairs
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 def _status(error: Exception) -> int | None:

@@ -23,12 +23,13 @@ class Linear(nn.Module):
     outputs: int
     axes: tuple[str | None, str | None] = ("embed", None)
     initial: Initializer = NORMAL
+    precision: lax.Precision | None = None  # None: the platform's, which on a TPU is bf16 for f32 inputs
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         kernel = param(self, "kernel", self.initial, [self.inputs, self.outputs], self.axes)
         bias = param(self, "bias", nn.initializers.zeros, [self.outputs], ["norm"])
-        return x @ kernel.astype(x.dtype) + bias.astype(x.dtype)
+        return jnp.matmul(x, kernel.astype(x.dtype), precision=self.precision) + bias.astype(x.dtype)
 
 
 class Table(nn.Module):

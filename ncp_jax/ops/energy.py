@@ -79,7 +79,8 @@ def over_points(p_N: Array, points_NW: Array, target_W: Array, beta: float) -> E
     wide = jnp.promote_types(p_N.dtype, jnp.float32)
     p_N = p_N.astype(wide)
     pair_NN = distance(points_NW[:, None], points_NW[None], beta)
-    return Energy(2 * p_N @ distance(points_NW, target_W, beta), p_N @ pair_NN @ p_N)
+    # Sums, not matrix products: a TPU would multiply in bf16, and the two halves nearly cancel.
+    return Energy(2 * (p_N * distance(points_NW, target_W, beta)).sum(), (p_N[:, None] * p_N * pair_NN).sum())
 
 
 # A forward pass makes each draw once and forgets it, so its derivative is taken on the way: the gradient has the shape

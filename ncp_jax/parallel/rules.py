@@ -5,6 +5,7 @@ array: a second claim is an error in the table. A dimension that does not divide
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -86,14 +87,21 @@ def shardings(tree: Any) -> Any:
 
 
 def format_placements(tree: Any) -> str:
-    """The sharding table as text: parameter, shape, spec, bytes per device; then what could not be split."""
+    """The sharding table as text: parameter, shape, spec, bytes per device; then what could not be split.
+
+    Parameters that differ in a layer's number alone share a line, with their count and the bytes of all.
+    """
     rows = placements(tree)
-    width = max(len(row.path) for row in rows)
+    families: dict[tuple, list[Placement]] = {}
+    for row in rows:
+        name = re.sub(r"(?<=_)\d+(?=/)", "*", row.path)
+        families.setdefault((name, row.sharding.spec, len(row.shape)), []).append(row)
+    width = max(len(name) for name, _, _ in families)
     lines = [
-        f"{row.path:<{width}}  {list(row.shape)!s:<22} {row.sharding.spec!s:<42} {row.bytes_per_device:>14,} B"
-        for row in rows
+        f"{name:<{width}} {len(family):>3} x {_sizes(family):<22} {spec!s:<42} {sum(_bytes(family)):>16,} B"
+        for (name, spec, _), family in families.items()
     ]
-    lines.append(f"parameters per device: {sum(row.bytes_per_device for row in rows):,} B")
+    lines.append(f"parameters per device: {sum(_bytes(rows)):,} B")
     lines += [f"not split: {row.path} {list(row.shape)}: {problem}" for row in rows for problem in row.whole]
     return "\n".join(lines)
 
@@ -111,6 +119,16 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 def activation_rules() -> list[tuple[str, Any]]:
     """The activation table in the form of flax.linen.logical_axis_rules."""
     return list(ACTIVATION_RULES.items())
+
+
+def _bytes(rows: list[Placement]) -> list[int]:
+    return [row.bytes_per_device for row in rows]
+
+
+def _sizes(rows: list[Placement]) -> str:
+    """[128, 2..9] for shapes that differ in one axis."""
+    axes = zip(*(row.shape for row in rows), strict=True)
+    return f"[{', '.join(f'{min(axis)}..{max(axis)}' if len(set(axis)) > 1 else str(axis[0]) for axis in axes)}]"
 
 
 def _spec(path: str, names: tuple, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> tuple[PartitionSpec, tuple]:

@@ -242,8 +242,8 @@ class Trainer:
         )
         if self.clock.has_peak:
             self.say(f"MFU counts {self.task.flops_convention}")
-        if self.progress.step == self.total:
-            self.say(f"all {self.total:,} steps are done")
+        done = self.progress.step == self.total
+        self.say(f"all {self.total:,} steps are done" if done else "compiling; the first step follows")
 
     def _summary(self) -> dict:
         progress, config = self.progress, self.config

@@ -75,7 +75,7 @@ def gradient_of(name):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "calm_both"])
 def test_a_task_trains_and_leaves_the_frozen_part_alone(name):
     task = task_of(name)
     (params, frozen), tx = started(name), optax.adam(3e-3)

@@ -61,6 +61,26 @@ def test_an_unknown_command_exits_with_2():
     assert "invalid choice: 'tain'" in said.getvalue()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["a=1", "b=2", "--dry-run"], ["a=1", "--dry-run", "b=2"], ["--dry-run", "a=1", "b=2"]],
+    ids=" ".join,
+)
+def test_changes_and_options_mix(monkeypatch, words):
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(cli.importlib.import_module("ncp_jax.cli.train"), "run", seen.append)
+    assert main(["train", "CONFIG", *words]) == 0
+    assert (seen[0].config, seen[0].overrides, seen[0].dry_run) == ("CONFIG", ["a=1", "b=2"], True)
+
+
+@pytest.mark.parametrize("line", ["train c a=1 --steps 3", "train c -x", "report r -x", "report r a=1 -x"])
+def test_unknown_options_exit_with_2(capsys, line):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ZeroDivisionError])
 def test_what_is_not_the_users_to_mend(monkeypatch, capsys, raised):
     """An interrupt is an exit status; a defect keeps its traceback."""

@@ -33,8 +33,8 @@ def test_positions_of_the_published_protocol(block, chunk, count, positions):
 @pytest.mark.parametrize("estimator", ["all", "official"])
 def test_samples_estimate_the_exact_parts(chunk, estimator):
     """Unbiased at every K: averaged over positions, against the closed form of the same positions."""
-    text = rows(documents=40)
-    scores = score_blocks(sampler(chunk), text, samples=6, batch=40, at_once=512, estimator=estimator, seed=1)
+    text = rows(documents=15 if chunk < 3 else 40)  # long blocks start, and agree, seldom
+    scores = score_blocks(sampler(chunk), text, samples=6, batch=75, at_once=512, estimator=estimator, seed=1)
     dropped = estimator == "official" and chunk < 4
     assert len(np.unique(scores.start_P)) == len(block_starts(48, chunk)) - dropped
     for found, exact in zip(

@@ -119,7 +119,8 @@ def test_heads_as_matrices():
     update = one_step({"wq": jnp.asarray(wq)}, {"wq": Matrix((0,), (2,), (1,))})["wq"]
     for head in range(3):
         alone = one_step({"w": jnp.asarray(wq[:, head])}, {"w": PLAIN})["w"]
-        np.testing.assert_allclose(update[:, head], alone, atol=1e-6)
+        # One batched product or three: five iterations spread the difference in rounding.
+        np.testing.assert_allclose(update[:, head], alone, atol=3e-5)
 
 
 def test_projections_do_not_suppress_each_other():

@@ -49,6 +49,13 @@ def test_what_does_not_divide_stays_whole_and_is_reported(mesh):
     assert "parameters per device: 112 B" in text  # 8/2 x 5 x 4 B + 8/2 x 4/2 x 4 B
 
 
+def test_layers_share_a_line(mesh):
+    tree = {f"irc_{layer}": {"w1": boxed((8, layer + 2), ("norm", "sources"))} for layer in range(11)}
+    (line, total) = format_placements(place(tree, mesh)).splitlines()
+    assert line.split() == ["irc_*/w1", "11", "x", "[8,", "2..12]", "P(None,", "None)", "2,464", "B"]
+    assert total == "parameters per device: 2,464 B"
+
+
 def test_an_unknown_name_and_a_double_claim_are_errors_of_the_table(mesh):
     with pytest.raises(ConfigError, match=r"parameter a names axis 'width', which parallel/rules.py does not list"):
         place({"a": boxed((8,), ("width",))}, mesh)

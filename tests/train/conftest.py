@@ -5,9 +5,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiny_runs import prepare_corpus, run_config
-
-from ncp_jax.train.loop import train
+from killed_runs import Runs, straight_and_killed
+from tiny_runs import prepare_corpus
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +29,16 @@ def compiled(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ncp_run(corpus, tmp_path_factory) -> Path:
-    """A finished NCP run with two evaluations and two diagnostic steps."""
-    workdir = tmp_path_factory.mktemp("ncp_run")
-    changes = ("optim.optimizer=adamw", "train.diagnose_every=10", "train.batch=16", "train.micro_batches=2")
-    train(run_config(corpus, workdir, "ncp", *changes), devices=jax.devices()[:2])
-    return workdir
+def ncp_runs(corpus, tmp_path_factory) -> Runs:
+    return straight_and_killed("ncp", corpus, tmp_path_factory.mktemp("ncp"))
+
+
+@pytest.fixture(scope="session")
+def olmo3_runs(corpus, tmp_path_factory) -> Runs:
+    return straight_and_killed("olmo3", corpus, tmp_path_factory.mktemp("olmo3"))
+
+
+@pytest.fixture(scope="session")
+def ncp_run(ncp_runs) -> Path:
+    """A finished NCP run with two evaluations, whose last step is a diagnostic one."""
+    return ncp_runs.straight

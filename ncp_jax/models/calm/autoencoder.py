@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ncp_jax.models.calm.config import AutoencoderConfig
 from ncp_jax.nn.block import Weights, cast_matrices, layer_of
@@ -73,7 +73,8 @@ class Encoder(nn.Module):
         x_D = mlp_stack(x_D, weights, slice(c.encoder_layers // 2, None), c.eps)
         # From here in f32: sigma and the KL's differences of small numbers do not survive bf16.
         x_D = RMSNorm(c.eps, name="norm")(x_D.astype(jnp.promote_types(x_D.dtype, jnp.float32)))
-        return Posterior(*jnp.split(Linear(c.width, 2 * c.latent, name="latent")(x_D), 2, axis=-1))
+        latent = Linear(c.width, 2 * c.latent, precision=lax.Precision.HIGHEST, name="latent")
+        return Posterior(*jnp.split(latent(x_D), 2, axis=-1))
 
 
 class Decoder(nn.Module):

@@ -18,7 +18,7 @@ from ncp_jax.nn.llama_block import LlamaBackbone
 Attention = Literal["visible", "full"]  # keys per position: the mean that causality leaves, or all of the context
 Counts = dict[str, int]
 
-CONVENTION = (  # of all training figures here
+CONVENTION = (  # of training figures with attention='visible'
     "6 FLOPs per trained matrix parameter and use (backbone and input once per chunk, head once per sample, what it "
     "reads of the state alone once), 2 per frozen one (targets of the autoencoder), attention over the chunks that are "
     "visible on average, no recomputation"
