@@ -70,8 +70,11 @@ def describe(config) -> None:
     for note in schedule.notes:
         print(note)
     print(f"parameters {sum(leaf.size for leaf in jax.tree.leaves(params)):,}")
-    for group, count in parameter_count(config.model).items():
+    groups = parameter_count(config.model)
+    for group, count in groups.items():
         print(f"  {group:<28} {count:>16,}")
+    if "codebooks" in groups:
+        print(f"VQ interface (prediction heads and codebooks) {groups['prediction_heads'] + groups['codebooks']:,}")
     print(f"training FLOPs per token {task.flops_per_token:.4e}: {task.flops_convention}\n")
     print(format_table(leaf_table(params, task.leaf_rules, config.optim)))
     print(f"\nmesh {config.mesh.describe()} on {mesh.size} devices: {dict(mesh.shape)}")

@@ -1,6 +1,7 @@
 """Accumulation and evaluation: losses are sums over weights of the whole batch, never means of means."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 from tiny_runs import MODELS, VOCAB, bigram, run_config
 
+from ncp_jax.config import load
 from ncp_jax.parallel.mesh import MeshConfig, make_mesh
 from ncp_jax.parallel.rules import unboxed
 from ncp_jax.train.evaluation import HeldOut, evaluate
@@ -17,6 +19,7 @@ from ncp_jax.train.families import build_task
 from ncp_jax.train.step import TrainState, make_eval_step, make_train_step
 from ncp_jax.train.task import Task
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 B, T = 8, 16
 # Real tokens per row. Micro-batch a of A takes rows a, a + A, ...: of four, the last (rows 3 and 7) is fully masked.
 UNEVEN = (16, 3, 9, 0, 1, 16, 12, 0)
@@ -68,6 +71,16 @@ def test_masked_rows_do_not_count():
     (metrics, gradient), (expected, expected_gradient) = step(batch), step(other)
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in expected.items()}
     jax.tree.map(np.testing.assert_array_equal, gradient, expected_gradient)
+
+
+def test_weights_of_a_large_batch_do_not_overflow():
+    """512 rows of 8192 tokens at width 4096, the report's batch: 4.3e9 concept elements, beyond int32."""
+    task = build_task(load(CONFIGS / "ncp_archpreview_9b.py").model, 8192)
+    all_real = jnp.ones((512, 8192), bool)
+    weights = task.weights({"real": all_real, "scored": all_real})
+    assert float(weights["ntp"]) == 512 * 8192
+    assert float(weights["vq"]) == 512 * 2048 * 4096
+    assert float(weights["ncp"]) == 512 * 2047 * 4096
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])

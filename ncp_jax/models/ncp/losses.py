@@ -30,12 +30,17 @@ def coefficients(c: NCPConfig, sequence: int) -> dict[str, float]:
 
 
 def weights(c: NCPConfig, scored_BT: Array, segments_BT: Array) -> Terms:
-    """What each term's sum is divided by; depends on masks alone."""
+    """What each term's sum is divided by, f32; depends on masks alone.
+
+    Counted in int32, multiplied in f32: a million concepts, one batch of the 9B run, times a width of 4096 is more
+    than an int32 holds.
+    """
     D, S = c.backbone.width, c.concept.segments
     concept_BM = chunk_segments(segments_BT, c.chunk)
-    concepts, pairs = (concept_BM > 0).sum(), _pairs(concept_BM).sum()
+    concepts, pairs, tokens = (
+        mask.sum().astype(jnp.float32) for mask in (concept_BM > 0, _pairs(concept_BM), scored_BT)
+    )
     per_pair = {"mean": D, "sum": 1, "per_segment": S}[c.loss.ncp_reduction]
-    tokens = scored_BT.sum()
     return {
         "ntp": tokens,
         "ncp": pairs * (S if c.loss.concept_objective == "code_ce" else per_pair),
