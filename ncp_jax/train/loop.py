@@ -72,7 +72,13 @@ def train(
 class Trainer:
     """One run in one process: all that `train` needs between its first and last step."""
 
-    def __init__(self, config: RunConfig, task: Task, say: Callable[[str], None], devices=None):
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        say: Callable[[str], None],
+        devices: Sequence[jax.Device] | None = None,
+    ):
         """Check everything that can be checked without a device step. Writes nothing."""
         self.config, self.task, self.total = config, task, config.total_steps
         self.leader = jax.process_index() == 0
@@ -105,7 +111,8 @@ class Trainer:
     def run(self) -> dict:
         """Train, holding the lock of the run directory. Returns the summary."""
         store = self.saves.store
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(activation_rules()), store, self._signals():
+        # Signals outermost: one that comes while the last checkpoint is being written must not end the process.
+        with self._signals(), jax.set_mesh(self.mesh), nn.logical_axis_rules(activation_rules()), store:
             first = store.latest()
             with contextlib.closing(self._batches(first or 0)) as batches:
                 self._write_config()

@@ -123,11 +123,6 @@ def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> tuple[Para
     return store.restore_subtree(step, ["train/params"], {"train": {"params": like}})["train"]["params"], step
 
 
-def _source(source: InitFrom) -> tuple[CheckpointStore, int]:
-    store = CheckpointStore(f"{source.run}/checkpoints")
-    return store, choose_step(store, source.step, source.run, "init_from.run")
-
-
 def choose_step(store: CheckpointStore, step: str | int, run: str | Path, name: str = "run") -> int:
     """A stored step: a number, latest, or best (the newest where none is marked). Raises ConfigError."""
     steps = store.steps()
@@ -147,6 +142,11 @@ def choose_step(store: CheckpointStore, step: str | int, run: str | Path, name: 
 def load_frozen(directory: Path, like: Params) -> Params:
     """The frozen parameters in RUN/frozen; None if the Task has none."""
     return None if like is None else CheckpointStore(str(directory)).restore(FROZEN_STEP, like)
+
+
+def _source(source: InitFrom) -> tuple[CheckpointStore, int]:
+    store = CheckpointStore(f"{source.run}/checkpoints")
+    return store, choose_step(store, source.step, source.run, "init_from.run")
 
 
 def _hash(frozen: Any) -> str | None:
