@@ -8,6 +8,7 @@ import pytest
 from killed_runs import DEVICES, train_command
 from tiny_runs import assert_bit_equal, bigram, final_state, records, run_config, use_devices, watch_batches
 
+from ncp_jax.checkpoint.store import CheckpointStore
 from ncp_jax.cli.main import main
 from ncp_jax.train import evaluation
 from ncp_jax.train.loop import train
@@ -104,6 +105,19 @@ def test_a_second_signal_ends_at_once(corpus, tmp_path, monkeypatch):
         train(config, bigram())
     monkeypatch.undo()
     assert train(config, bigram())["step"] == 6
+
+
+def test_a_signal_while_the_last_checkpoint_is_being_written(corpus, tmp_path, monkeypatch):
+    close = CheckpointStore.close
+
+    def interrupted(self):
+        if self.directory.name == "checkpoints":
+            os.kill(os.getpid(), signal.SIGINT)
+        close(self)
+
+    monkeypatch.setattr(CheckpointStore, "close", interrupted)
+    assert train(run_config(corpus, tmp_path, "olmo3", "train.steps=6"), bigram())["finished"]
+    assert final_state(tmp_path, 6)["train/step"] == 6
 
 
 def test_another_checkpoint_policy_continues_the_same_run(corpus, tmp_path):
