@@ -51,7 +51,7 @@ def config_fields(golden) -> dict:
 
 def ncp_params(get, c: NCPConfig, format: str = "ncp_olmo3") -> dict:
     """Our tree from the official names; `get(name)` returns a tensor, traced or not."""
-    return _tree(name_map(c, format), get)
+    return tree(name_map(c, format), get)
 
 
 def olmo3(golden) -> tuple[Olmo3Config, dict]:
@@ -62,7 +62,7 @@ def olmo3(golden) -> tuple[Olmo3Config, dict]:
         ffn=f["intermediate_size"], window=f["sliding_window"], rope_theta=f["rope_theta"], eps=f["rms_norm_eps"],
     )  # fmt: skip
     config = Olmo3Config(vocab=f["vocab_size"], layers=f["num_hidden_layers"], backbone=backbone)
-    return config, _tree(name_map(config, "olmo3"), tensors(golden).__getitem__)
+    return config, tree(name_map(config, "olmo3"), tensors(golden).__getitem__)
 
 
 def publish(folder: Path, golden, format: str, shards: int = 2) -> Path:
@@ -136,8 +136,8 @@ def native_tensors(named: dict[str, np.ndarray], heads: int) -> dict[str, np.nda
     return native
 
 
-def _tree(names: NameMap, get) -> dict:
-    """Our tree by the importer's own map, without files: tensors may be traced."""
+def tree(names: NameMap, get) -> dict:
+    """Our tree by the importer's own map, without files: tensors may be traced. `get(name)` returns a tensor."""
     slices: dict[str, dict] = {}
     for tensor in names.tensors:
         for part in tensor.parts:

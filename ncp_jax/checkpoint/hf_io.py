@@ -1,4 +1,4 @@
-"""Between safetensors folders and parameter trees: one tensor at a time, onto any sharding, nothing unaccounted for.
+"""Between tensor files and parameter trees: one tensor at a time, onto any sharding, nothing unaccounted for.
 
 Host memory: twice one tensor, its pages and a copy in our layout, or that copy and the transfer's. A large leaf is
 assembled where it lives, slice by slice; leaves up to BUFFER_BYTES are assembled on the host, which spares a
@@ -18,60 +18,62 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ncp_jax.checkpoint.hf_files import HFError, StoredTensor, TensorFiles, listing
-from ncp_jax.checkpoint.hf_names import NameMap, Part, Tensor
+from ncp_jax.checkpoint.hf_copies import check_copies
+from ncp_jax.checkpoint.hf_files import TensorFiles
+from ncp_jax.checkpoint.hf_names import NameMap, Part, Shape, Tensor
+from ncp_jax.checkpoint.hf_tensor import HFError, HFMismatch, listing
 from ncp_jax.checkpoint.hf_writer import TensorWriter
 from ncp_jax.checkpoint.leaves import CheckpointMismatch
 
 BUFFER_BYTES = 32 << 20
 READABLE = ("bfloat16", "float16", "float32")  # float64 would be cut, integers and float8 need scales that are not here
-IGNORED = "._extra_state"  # transformer-engine bookkeeping, no weights
+# No weights: bookkeeping of transformer-engine; what follows from the base of RoPE, in files of old transformers.
+IGNORED = ("._extra_state", ".rotary_emb.inv_freq")
 ALIGNMENT = 64  # bytes; XLA's
 BLOCK_BYTES = 4 << 20  # of one task of a copy that reorders axes
-
-
-class HFMismatch(CheckpointMismatch, HFError):
-    """A checkpoint whose tensors are not the tensors of its configuration."""
 
 
 class Written(NamedTuple):
     """What an export did."""
 
     tensors: int
-    parameters: int
+    parameters: int  # copies count once
     rounded: tuple[str, ...]  # tensors with values that the written dtype could not hold
+    left_out: tuple[str, ...] = ()  # settings that the format has no field for
 
 
 def match(names: NameMap, files: TensorFiles) -> dict[str, str]:
     """The map's name of each tensor -> its name in the files, which may stand under other dotted prefixes.
 
-    Raises HFMismatch that lists every missing, unexpected, duplicate and mis-shaped tensor, HFError for dtypes that no
-    weights have.
+    Copies are in it where they are in the files; a tensor without a place of its own has its copy's. Raises HFMismatch
+    that lists every missing, unexpected, duplicate and mis-shaped tensor, HFError for dtypes that no weights have.
     """
-    expected = {tensor.name: tensor for tensor in names.tensors}
+    expected = names.shapes
     cores = {name.removeprefix(names.root): name for name in expected}
     found: dict[str, str] = {}
     lines = []
     for stored, place in sorted(files.tensors.items()):
         if stored.endswith(IGNORED):
             continue
-        name = _resolve(stored, cores)
+        name, held = _resolve(stored, cores), f"{stored} {_text(place.shape)}"
         if name is None:
-            lines.append(f"unexpected: {stored} {_shape(place)}, no tensor of this model")
+            lines.append(f"unexpected: {held}, no tensor of this model")
         elif name in found:
-            other = f"{found[name]} {_shape(files.tensors[found[name]])}"
-            lines.append(f"duplicate: {other} and {stored} {_shape(place)} are both {name} {_shape(expected[name])}")
+            other = f"{found[name]} {_text(files.tensors[found[name]].shape)}"
+            lines.append(f"duplicate: {other} and {held} are both {name} {_text(expected[name])}")
         else:
             found[name] = stored
-            if place.shape != expected[name].shape:
-                lines.append(f"shape: {stored} is {_shape(place)}, the configuration needs {_shape(expected[name])}")
-    lines += [f"missing: {name} {_shape(expected[name])}, absent here" for name in expected if name not in found]
+            if place.shape != expected[name]:
+                needed = _text(expected[name])
+                lines.append(f"shape: {stored} is {_text(place.shape)}, the configuration needs {needed}")
+    found |= {name: found[copy] for copy, name in names.copies if copy in found and name not in found}
+    lines += [f"missing: {t.name} {_text(t.shape)}, absent here" for t in names.tensors if t.name not in found]
     if lines:
         raise HFMismatch(
             f"{files.folder} does not hold the model of its config.json ({names.format}): {len(lines)} tensors differ"
             f"{listing(sorted(lines))}"
         )
-    _check_dtypes(files, found.values())
+    _check_dtypes(files, dict.fromkeys(found.values()))
     return found
 
 
@@ -84,16 +86,18 @@ def load_leaves(
 ) -> dict[str, jax.Array]:
     """Our leaves as device arrays, each on its sharding. Every process of a multi-host run calls this alike.
 
-    Raises like `match`.
+    dtype: of all leaves, or a mapping from leaf to dtype.
+    Raises like `match`, and HFMismatch where two copies of one tensor differ.
     """
     found = match(names, files)
+    check_copies(names, files, found)
     parts = _parts_by_leaf(names)
     leaves = {}
     for leaf, shape in names.leaves().items():
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        assemble = _on_host if size <= buffer_bytes else _on_device
+        kind = np.dtype(dtype[leaf] if isinstance(dtype, Mapping) else dtype)
+        assemble = _on_host if math.prod(shape) * kind.itemsize <= buffer_bytes else _on_device
         pieces = [_Piece(files, found[tensor.name], part) for tensor, part in parts[leaf]]
-        leaves[leaf] = assemble(shape, np.dtype(dtype), shardings[leaf], pieces)
+        leaves[leaf] = assemble(shape, kind, shardings[leaf], pieces)
     return leaves
 
 
@@ -117,8 +121,12 @@ def save_leaves(names: NameMap, writer: TensorWriter, batches: Iterable[Mapping[
         del batch, array  # the next batch needs their room
     if missing := sorted(shapes.keys() - done):
         raise CheckpointMismatch(f"format {names.format} needs leaves that are not there: {', '.join(missing)}")
+    for copy, name in names.copies:
+        writer.array(copy)[...] = writer.array(name)
+        writer.forget(copy)
+        writer.forget(name)
     writer.finish()
-    return Written(len(names.tensors), names.parameters, tuple(sorted(rounded)))
+    return Written(len(names.shapes), names.parameters, tuple(sorted(rounded)))
 
 
 def _fill(writer: TensorWriter, parts: Iterable[tuple[Tensor, Part]], array: Any) -> set[str]:
@@ -256,5 +264,5 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}")
 
 
-def _shape(tensor: StoredTensor | Tensor) -> str:
-    return str(list(tensor.shape))
+def _text(shape: Shape) -> str:
+    return str(list(shape))

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ncp_jax.checkpoint.hf_files import DTYPES, INDEX, HFError, StoredTensor, read_header
+from ncp_jax.checkpoint.hf_files import INDEX
+from ncp_jax.checkpoint.hf_safetensors import DTYPES, read_safetensors
+from ncp_jax.checkpoint.hf_tensor import HFError, StoredTensor
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000  # what transformers writes by default
@@ -72,7 +74,7 @@ class TensorWriter:
                 self._maps[file] = mmap.mmap(opened.fileno(), size)
         except OSError as error:
             raise _refused(file, error) from None
-        return read_header(file)
+        return read_safetensors(file)
 
 
 def _claim(descriptor: int, size: int) -> None:

@@ -7,11 +7,19 @@ EXAMPLE = """examples:
   ncp-jax convert import NCP-ArchPreview runs/ncp_archpreview
   ncp-jax convert export runs/ncp_9b NCP-ours
   ncp-jax convert export runs/olmo3_7b OLMo-ours --dtype float32
+  ncp-jax convert import CALM-M runs/calm_m
+  ncp-jax convert export runs/calm_m autoencoder --format calm_autoencoder
 
-formats:
-  ncp_olmo3  NCP-ArchPreview as released (the default for NCP)
-  native     the same model as its training code saves it
-  olmo3      OLMo-3, for transformers (the default for OLMo-3)"""
+formats (each family's first is its default):
+  ncp_olmo3         NCP-ArchPreview as released
+  native            the same model as its training code saves it
+  olmo3             OLMo-3, for transformers
+  calm              a CALM language model with its autoencoder, as released
+  calm_autoencoder  an autoencoder of chunks, also that of a CALM run: what the official code wants as ae_path
+  llama             CALM's autoregressive baseline, for transformers
+
+Tensors are read from safetensors files, or from pytorch_model.bin without torch and without running its pickle."""
+FORMATS = ("ncp_olmo3", "native", "olmo3", "calm_autoencoder", "calm", "llama")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -35,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_import(actions: argparse._SubParsersAction) -> None:
     parser = actions.add_parser("import", help="make a run directory from a published checkpoint")
-    parser.add_argument("folder", metavar="HF_DIR", help="folder with config.json, safetensors files, tokenizer.json")
+    parser.add_argument("folder", metavar="HF_DIR", help="folder with config.json, tensor files, tokenizer.json")
     parser.add_argument("run", metavar="RUN_DIR", help="new run directory")
     parser.add_argument(
         "--dtype",
@@ -56,9 +64,7 @@ def _add_export(actions: argparse._SubParsersAction) -> None:
     parser = actions.add_parser("export", help="write a run's parameters as a published checkpoint")
     parser.add_argument("run", metavar="RUN_DIR", help="run directory, for example runs/ncp_nano")
     parser.add_argument("folder", metavar="HF_DIR", help="new folder")
-    parser.add_argument(
-        "--format", choices=("ncp_olmo3", "native", "olmo3"), help="default: the released one of the model's family"
-    )
+    parser.add_argument("--format", choices=FORMATS, help="default: the released one of the model's family")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the tensors (default: bfloat16)"
     )
@@ -89,6 +95,8 @@ def _export(args: argparse.Namespace) -> int:
     print(f"{done.tensors} tensors, {done.parameters:,} parameters -> {args.folder} ({args.dtype})")
     if done.rounded:
         print(f"{len(done.rounded)} tensors were rounded to {args.dtype}; --dtype float32 keeps every bit")
+    for setting in done.left_out:
+        print(f"not written, the format has no field for it (ours -> what readers assume): {setting}")
     return 0
 
 

@@ -12,7 +12,7 @@ REQUIRED: Any = object()  # no default
 # An unknown field with one of these words may change what a model computes; others are bookkeeping.
 MEANINGFUL = re.compile(
     r"rope|rotary|yarn|mscale|position_emb|window|sliding|chunk|concept|attn|attention|norm|softcap|scal|bias"
-    r"|activation|hidden_act|expert|moe|mtp|tie_|layer_types"
+    r"|activation|hidden_act|expert|moe|mtp|tie_|layer_types|latent|patch|noise"
 )
 # Written by the base classes of transformers, or about speed and training; no effect on a model's values.
 BOOKKEEPING = (

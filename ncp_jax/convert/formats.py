@@ -1,8 +1,11 @@
 """Formats: the published forms of our models, each a config.json and a name map.
 
-ncp_olmo3  NCP-ArchPreview as released: 842 tensors          NCPOlmo3ForCausalLM
-native     the same model as its training code saves it: 722  ConceptLMV22VQForCausalLM
-olmo3      OLMo-3, for transformers                           Olmo3ForCausalLM
+ncp_olmo3         NCP-ArchPreview as released: 842 tensors           NCPOlmo3ForCausalLM
+native            the same model as its training code saves it: 722  ConceptLMV22VQForCausalLM
+olmo3             OLMo-3, for transformers                           Olmo3ForCausalLM
+calm_autoencoder  the autoencoder of CALM                            Autoencoder
+calm              CALM with its frozen autoencoder                   Energy-, Flow-, DiffusionTransformer
+llama             CALM's baseline, for transformers                  LlamaForCausalLM
 """
 
 import json
@@ -13,20 +16,34 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ncp_jax.checkpoint.hf_names import BlockSizes, NameMap, NCPSizes, native_map, ncp_olmo3_map, olmo3_map
+from ncp_jax.checkpoint.hf_calm_names import AutoencoderSizes, CalmSizes, autoencoder_map, calm_map, llama_map
+from ncp_jax.checkpoint.hf_names import BlockSizes, NameMap
+from ncp_jax.checkpoint.hf_ncp_names import NCPSizes, native_map, ncp_olmo3_map, olmo3_map
 from ncp_jax.config import ConfigError
-from ncp_jax.convert import ncp_fields
-from ncp_jax.convert.fields import Fields
+from ncp_jax.convert import calm_config, llama_config, ncp_fields
+from ncp_jax.convert.fields import REQUIRED, Fields
 from ncp_jax.convert.ncp_config import read_ncp, write_ncp
 from ncp_jax.convert.olmo3_config import IDENTITY as OLMO3_IDENTITY
 from ncp_jax.convert.olmo3_config import read_olmo3, write_olmo3
+from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig
+from ncp_jax.models.llama import LlamaConfig
 from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.olmo3 import Olmo3Config
+from ncp_jax.nn.backbone import Backbone
+from ncp_jax.nn.llama_block import LlamaBackbone
 
-Model = NCPConfig | Olmo3Config
-FORMATS = ("ncp_olmo3", "native", "olmo3")
-READERS: Mapping[str, Callable[[Fields], Model]] = {"ncp_olmo3": read_ncp, "native": read_ncp, "olmo3": read_olmo3}
-IDENTITIES = {**ncp_fields.IDENTITY, "olmo3": OLMO3_IDENTITY}
+Model = NCPConfig | Olmo3Config | AutoencoderConfig | CalmConfig | LlamaConfig
+FORMATS = ("ncp_olmo3", "native", "olmo3", "calm_autoencoder", "calm", "llama")
+OF_KIND = {  # formats of each family, the released one first; a CALM run can export its frozen autoencoder alone
+    "ncp": ("ncp_olmo3", "native"), "olmo3": ("olmo3",), "calm_autoencoder": ("calm_autoencoder",),
+    "calm": ("calm", "calm_autoencoder"), "llama": ("llama",),
+}  # fmt: skip
+READERS: Mapping[str, Callable[[Fields], Model]] = {
+    "ncp_olmo3": read_ncp, "native": read_ncp, "olmo3": read_olmo3, "llama": llama_config.read_llama,
+}  # fmt: skip
+IDENTITIES = {**ncp_fields.IDENTITY, "olmo3": OLMO3_IDENTITY, "llama": llama_config.IDENTITY}
+# Their architecture identifies the CALM family: transformers leaves model_type out of what it saves.
+ARCHITECTURES = {calm_config.AUTOENCODER: "calm_autoencoder", **dict.fromkeys(calm_config.HEADS.values(), "calm")}
 SIDE_FILE = "training_config.yaml"  # some native exports keep their concept fields here: name: {value: ...}
 FUSED = "linear_qkv.weight"  # only the native names have it
 
@@ -45,13 +62,14 @@ class Published(NamedTuple):
     model: Model
     format: str
     ids: SpecialIds
-    positions: int  # longest sequence
+    positions: int  # longest sequence, in tokens
 
 
 def read_config(folder: str | os.PathLike, ignore: Iterable[str] = ()) -> Published:
     """Read config.json, and what stands beside it. Raises ConfigError with everything that is wrong.
 
-    ignore: unknown fields that the caller vouches for.
+    ignore: unknown fields that the caller vouches for. For a CALM language model the tensors' headers are read, too,
+    which may raise HFError.
     """
     folder = Path(folder)
     values = _read_json(folder / "config.json")
@@ -63,15 +81,27 @@ def read_config(folder: str | os.PathLike, ignore: Iterable[str] = ()) -> Publis
     fields.problems += problems
     fields.ignore(ignore)
     limits = [fields.integer(name, default=None) for name in ("max_sequence_length", "max_position_embeddings")]
-    positions = limits[0] or limits[1] or fields.integer("max_position_embeddings")
+    fallback = calm_config.POSITIONS if format in ARCHITECTURES.values() else REQUIRED
+    positions = limits[0] or limits[1] or fields.integer("max_position_embeddings", default=fallback)
     ids = _special_ids(fields, _read_json(folder / "generation_config.json") or {})
-    return Published(READERS[format](fields), format, ids, positions)
+    model = _read_model(folder, format, fields, ids)
+    return Published(model, format, ids, positions * (model.chunk if format == "calm" else 1))
 
 
 def write_config(model: Model, format: str, ids: SpecialIds, positions: int, dtype: str) -> dict[str, Any]:
     """config.json of a model. Raises ConfigError for a model that the format cannot hold."""
     check_format(model, format)
-    fields = write_ncp(model, format, positions) if isinstance(model, NCPConfig) else write_olmo3(model, positions)
+    match model:
+        case NCPConfig():
+            fields = write_ncp(model, format, positions)
+        case Olmo3Config():
+            fields = write_olmo3(model, positions)
+        case LlamaConfig():
+            fields = llama_config.write_llama(model, positions)
+        case AutoencoderConfig():
+            fields, ids = calm_config.write_autoencoder(model, positions), ids._replace(pad=model.pad)
+        case CalmConfig():
+            fields, ids = calm_config.write_calm(model, positions), ids._replace(pad=model.autoencoder.pad)
     return fields | token_fields(ids) | {"torch_dtype": dtype}
 
 
@@ -96,42 +126,80 @@ def check_format(model: Model, format: str) -> None:
 
 def formats_of(model: Any) -> tuple[str, ...]:
     """Formats of a model's family, the released one first. Raises ConfigError for a family that has none."""
-    known = {"ncp": ("ncp_olmo3", "native"), "olmo3": ("olmo3",)}
-    if model.kind not in known:
-        raise ConfigError(f"a model of kind '{model.kind}' has no published format here; {' and '.join(known)} have")
-    return known[model.kind]
+    if model.kind not in OF_KIND:
+        raise ConfigError(f"a model of kind '{model.kind}' has no published format here; {' and '.join(OF_KIND)} have")
+    return OF_KIND[model.kind]
+
+
+def left_out(model: Model) -> tuple[str, ...]:
+    """Settings of its training that an export does not keep, as `name: ours -> what a reader will assume`."""
+    return calm_config.left_out(model) if isinstance(model, AutoencoderConfig | CalmConfig) else ()
 
 
 def name_map(model: Model, format: str) -> NameMap:
     """The tensors of a model in a format."""
-    s = model.backbone
-    block = BlockSizes(s.width, s.heads, s.kv, s.ffn, s.qk_norm == "full")
-    if isinstance(model, Olmo3Config):
-        return olmo3_map(block, model.vocab, model.layers)
-    sizes = NCPSizes(
-        block, model.vocab, model.encoder_layers, model.concept_layers, model.decoder_layers,
-        model.concept.segments, model.concept.codes,
-    )  # fmt: skip
-    return native_map(sizes) if format == "native" else ncp_olmo3_map(sizes)
+    match model:
+        case AutoencoderConfig():
+            return autoencoder_map(_autoencoder_sizes(model))
+        case CalmConfig():
+            noise = model.head.noise if model.head.kind == "energy" else 0
+            return calm_map(
+                CalmSizes(
+                    _block_sizes(model.backbone), model.layers, _autoencoder_sizes(model.autoencoder), model.head.kind,
+                    model.head.blocks, noise,
+                )
+            )  # fmt: skip
+        case LlamaConfig():
+            return llama_map(_block_sizes(model.backbone), model.vocab, model.layers)
+        case Olmo3Config():
+            return olmo3_map(_block_sizes(model.backbone), model.vocab, model.layers)
+        case NCPConfig():
+            sizes = NCPSizes(
+                _block_sizes(model.backbone), model.vocab, model.encoder_layers, model.concept_layers,
+                model.decoder_layers, model.concept.segments, model.concept.codes,
+            )  # fmt: skip
+            return native_map(sizes) if format == "native" else ncp_olmo3_map(sizes)
 
 
 def stored_format(published: Published, names: Iterable[str]) -> str:
     """Format of the tensors, which tell it more surely than the config does: wrappers mix the two (official loader)."""
-    if published.format == "olmo3":
-        return "olmo3"
+    if published.format not in ncp_fields.IDENTITY:
+        return published.format
     return "native" if any(name.endswith(FUSED) for name in names) else "ncp_olmo3"
 
 
 def _identify(folder: Path, values: Mapping[str, Any]) -> str:
     architectures, kind = values.get("architectures"), values.get("model_type")
+    listed = architectures if isinstance(architectures, list) else []
     for format, identity in IDENTITIES.items():
-        listed = architectures if isinstance(architectures, list) else []
         if kind == identity["model_type"] and identity["architectures"][0] in listed:
             return format
+    calm = {ARCHITECTURES[name] for name in listed if name in ARCHITECTURES}
+    if len(calm) == 1:
+        return calm.pop()
+    if not listed and kind in calm_config.HEADS:
+        return "calm"
     known = "; ".join(f"{identity['model_type']} with {identity['architectures']}" for identity in IDENTITIES.values())
     raise ConfigError(
-        f"{folder}/config.json is of model_type {kind!r} with architectures {architectures!r}; known are: {known}"
+        f"{folder}/config.json is of model_type {kind!r} with architectures {architectures!r}; known are: {known}; "
+        f"of any model_type: {', '.join(ARCHITECTURES)}"
     )
+
+
+def _read_model(folder: Path, format: str, fields: Fields, ids: SpecialIds) -> Model:
+    if format == "calm_autoencoder":
+        return calm_config.read_autoencoder(fields, ids.pad)
+    if format == "calm":
+        return calm_config.read_calm(fields, ids.pad, calm_config.stored_shape(folder))
+    return READERS[format](fields)
+
+
+def _block_sizes(s: Backbone | LlamaBackbone) -> BlockSizes:
+    return BlockSizes(s.width, s.heads, s.kv, s.ffn, isinstance(s, Backbone) and s.qk_norm == "full")
+
+
+def _autoencoder_sizes(c: AutoencoderConfig) -> AutoencoderSizes:
+    return AutoencoderSizes(c.vocab, c.chunk, c.width, c.ffn, c.latent, c.encoder_layers, c.decoder_layers)
 
 
 def _with_side_file(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -65,13 +65,18 @@ def read_ncp(fields: Fields) -> NCPConfig:
 
 
 def write_ncp(c: NCPConfig, format: str, positions: int) -> dict[str, Any]:
-    """Every field of the contract. Raises ConfigError that lists each setting which the format cannot say."""
+    """Every field of the contract. Raises ConfigError that lists each setting which the format cannot say.
+
+    The loss is no part of the graph: its weights are not written, and an objective that the training fork does not have
+    (energy) has no name, so the optional field that would name it is left out; a reader takes the default, mse.
+    """
     s, concept = c.backbone, c.concept
     _check_writable(c)
     # Where every layer is full, the period says so; the window is then never read, and must still be two numbers.
     window, period = (positions, 1) if s.window is None else (s.window - 1, s.full_every)
     mode = "backbone_window" if concept.window == s.window else "full"
     names = {value: name for table in (MIX, OBJECTIVE, QK_NORM) for name, value in table.items()}
+    objective = names.get(c.loss.concept_objective)
     return {
         **IDENTITY[format], **PINNED, "hidden_size": s.width, "num_layers": c.encoder_layers + c.decoder_layers,
         "num_hidden_layers": c.encoder_layers + c.decoder_layers, "num_attention_heads": s.heads,
@@ -91,7 +96,7 @@ def write_ncp(c: NCPConfig, format: str, positions: int) -> dict[str, Any]:
         "conceptlm_v21_residual_flow_beta_init": c.routing.crc_init,
         "conceptlm_v21_dd_two_route_add_beta_init": c.routing.reinject_init,
         "conceptlm_v22_vq_commitment_cost": c.loss.commitment,
-        "conceptlm_v22_vq_hlm_loss_type": names[c.loss.concept_objective],
+        **({"conceptlm_v22_vq_hlm_loss_type": objective} if objective else {}),
     }  # fmt: skip
 
 

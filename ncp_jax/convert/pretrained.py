@@ -2,6 +2,9 @@
 
 config, params = load_pretrained("NCP-ArchPreview")
 logits = NCP(config).apply({"params": params}, tokens, method="logits")
+
+The parameters of a CALM language model hold those of its frozen autoencoder, params["autoencoder"], always in float32:
+that is how a run keeps them.
 """
 
 import dataclasses
@@ -17,17 +20,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from ncp_jax.checkpoint.hf_files import HFError, TensorFiles
+from ncp_jax.checkpoint.hf_calm_names import FROZEN
+from ncp_jax.checkpoint.hf_files import TensorFiles
 from ncp_jax.checkpoint.hf_io import Written, load_leaves, save_leaves
+from ncp_jax.checkpoint.hf_tensor import HFError
 from ncp_jax.checkpoint.hf_writer import SHARD_BYTES, TensorWriter
 from ncp_jax.checkpoint.leaves import flatten, nest
 from ncp_jax.config import ConfigError
 from ncp_jax.convert import formats
 from ncp_jax.convert.formats import Model, Published, SpecialIds
+from ncp_jax.models.calm.config import CalmConfig
 from ncp_jax.models.ncp.config import NCPConfig
-from ncp_jax.models.ncp.model import NCP
-from ncp_jax.models.olmo3 import Olmo3
+from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.parallel.rules import place, shardings, unboxed
+from ncp_jax.train import step
+from ncp_jax.train.families import build_task
 
 DTYPES = ("bfloat16", "float32")
 
@@ -69,7 +76,10 @@ def load_published(folder: str | os.PathLike, published: Published, mesh: Mesh |
     """`load_pretrained` after its config.json was read."""
     files = TensorFiles(folder)
     names = formats.name_map(published.model, formats.stored_format(published, files.tensors))
-    return Pretrained(published.model, nest(load_leaves(names, files, _places(published.model, mesh), dtype)))
+    places = _places(published.model, mesh)
+    frozen = f"{FROZEN}/" if isinstance(published.model, CalmConfig) else None
+    dtypes = {leaf: jnp.float32 if frozen and leaf.startswith(frozen) else dtype for leaf in places}
+    return Pretrained(published.model, nest(load_leaves(names, files, places, dtypes)))
 
 
 def save_pretrained(folder: str | os.PathLike, config: Model, params: Any, how: Export = Export()) -> Written:
@@ -85,10 +95,14 @@ def save_batches(
     folder: str | os.PathLike, config: Model, batches: Iterable[Mapping[str, Any]], how: Export
 ) -> Written:
     """`save_pretrained` for leaves that come in batches, each dropped before the next is asked for."""
-    format, y = how.format or formats.formats_of(config)[0], config.backbone.yarn
+    format = how.format or formats.formats_of(config)[0]
+    formats.check_format(config, format)
+    if isinstance(config, CalmConfig) and format == "calm_autoencoder":
+        config, batches = config.autoencoder, _frozen_alone(batches)
     if how.dtype not in DTYPES:
         raise ConfigError(f"dtype '{how.dtype}' is not one of {', '.join(DTYPES)}")
     _check_ids(config, how.ids)
+    y = config.backbone.yarn if isinstance(config, NCPConfig | Olmo3Config) else None
     positions = int(y.factor * y.original_length) if y else how.positions  # YaRN's own length (transformers)
     documents = {
         "config.json": formats.write_config(config, format, how.ids, positions, how.dtype),
@@ -96,20 +110,18 @@ def save_batches(
     }
     names = formats.name_map(config, format)
     with _new_folder(Path(folder)) as new:
-        shapes = {tensor.name: tensor.shape for tensor in names.tensors}
-        written = save_leaves(names, TensorWriter(new, shapes, how.dtype, how.shard_bytes), batches)
+        written = save_leaves(names, TensorWriter(new, names.shapes, how.dtype, how.shard_bytes), batches)
         for name, document in documents.items():
             (new / name).write_text(json.dumps(document, indent=2) + "\n")
         for name, content in how.tokenizer.items():
             (new / name).write_bytes(content)
-    return written
+    return written._replace(left_out=formats.left_out(config))
 
 
 def abstract_params(model: Model) -> Any:
     """Parameters as ShapeDtypeStructs that carry logical axis names."""
-    module = NCP(model) if isinstance(model, NCPConfig) else Olmo3(model)
-    tokens = jax.ShapeDtypeStruct((1, model.chunk), jnp.int32)
-    return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+    trained, frozen = step.abstract_params(build_task(model, model.chunk))
+    return trained if frozen is None else {**trained, FROZEN: frozen}
 
 
 def _places(model: Model, mesh: Mesh | None) -> dict[str, Any]:
@@ -118,6 +130,15 @@ def _places(model: Model, mesh: Mesh | None) -> dict[str, Any]:
     if mesh is None:
         return dict.fromkeys(flatten(unboxed(boxed)), SingleDeviceSharding(jax.local_devices()[0]))
     return flatten(shardings(place(boxed, mesh)))
+
+
+def _frozen_alone(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The leaves of a frozen autoencoder, under its own names."""
+    for batch in batches:
+        root = f"{FROZEN}/"
+        frozen = {leaf.removeprefix(root): array for leaf, array in batch.items() if leaf.startswith(root)}
+        if frozen:
+            yield frozen
 
 
 def _check_ids(config: Model, ids: SpecialIds) -> None:

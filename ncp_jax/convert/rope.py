@@ -20,8 +20,10 @@ YARN_KEYS = PLAIN_KEYS | {
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
-def read_rope(fields: Fields, theta_names: tuple[str, ...] = ("rope_theta",)) -> tuple[float, Yarn | None]:
-    """(theta, YaRN of the full-attention layers). Problems go to `fields`."""
+def read_rope(
+    fields: Fields, theta_names: tuple[str, ...] = ("rope_theta",), default: float | None = None
+) -> tuple[float, Yarn | None]:
+    """(theta, YaRN of the full-attention layers). `default`: theta where none is given. Problems go to `fields`."""
     thetas: dict[str, float] = {}
     yarns: dict[str, Yarn | None] = {}
     top = fields.number(*theta_names, default=None)
@@ -36,6 +38,8 @@ def read_rope(fields: Fields, theta_names: tuple[str, ...] = ("rope_theta",)) ->
                 fields.wrong(name, settings, "asks for YaRN, which OLMo-3 applies to full-attention layers alone")
         else:
             yarns[name] = yarn
+    if not thetas and default is not None:
+        return default, next(iter(yarns.values()), None)
     if not thetas:
         fields.problems.append(f"{theta_names[0]} is missing; there is no default for it")
     if len(set(thetas.values())) > 1:

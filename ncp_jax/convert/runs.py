@@ -1,7 +1,8 @@
 """Run directories from published checkpoints, and back.
 
 An imported run is an ordinary one at step 0: it can be sampled, evaluated, and named by `init_from`. It was trained on
-nothing that we have, so its config's data and schedule are placeholders; a run that continues it brings its own.
+nothing that we have, so its config's data and schedule are placeholders; a run that continues it brings its own. The
+autoencoder of a CALM language model comes out of the same files and goes where training would have put it: RUN/frozen.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ncp_jax.checkpoint.hf_calm_names import FROZEN
+from ncp_jax.checkpoint.hf_copies import check_copies
 from ncp_jax.checkpoint.hf_files import TensorFiles
 from ncp_jax.checkpoint.hf_io import Written, match
 from ncp_jax.checkpoint.leaves import flatten, nest
@@ -24,11 +27,12 @@ from ncp_jax.convert.formats import Model, Published, SpecialIds
 from ncp_jax.convert.pretrained import DTYPES, Export, load_published, save_batches
 from ncp_jax.data.config import DataConfig, Source
 from ncp_jax.data.tokenizer import Tokenizer
+from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig
 from ncp_jax.optim.config import OptimConfig
 from ncp_jax.parallel.mesh import MeshConfig, make_mesh
 from ncp_jax.train.run_config import RunConfig, TrainConfig
 from ncp_jax.train.rundir import RunDirectory, RunDirectoryError, read_json, versions
-from ncp_jax.train.start import Progress, choose_step
+from ncp_jax.train.start import FROZEN_STEP, Progress, choose_step, save_frozen
 
 KEPT = "huggingface"  # RUN/huggingface: the imported config.json and the companions of the tokenizer
 CONFIGS = ("config.json", "generation_config.json", formats.SIDE_FILE)
@@ -74,13 +78,15 @@ def import_run(folder: str | Path, run: str | Path, how: Import = Import()) -> I
         format = formats.stored_format(published, files.tensors)
         names = formats.name_map(published.model, format)
         params = load_published(folder, published, _mesh(how.mesh), jnp.dtype(how.dtype)).params
+        frozen = params.pop(FROZEN) if isinstance(published.model, CalmConfig) else None
         config = placeholder_config(directory.path.name, published)
-        meta = {"config": to_dict(config), "progress": dataclasses.asdict(Progress()), "versions": versions()}
+        progress = Progress(frozen=save_frozen(directory.frozen, frozen, config))
+        meta = {"config": to_dict(config), "progress": dataclasses.asdict(progress), "versions": versions()}
         with CheckpointStore(str(directory.checkpoints), asynchronous=False) as store:
             store.save(0, {"train": {"params": params}}, meta | {"imported": {"format": format, "from": folder.name}})
         _keep(folder, directory.path / KEPT)
         directory.write_config(config, tokenizer.content if tokenizer else None, eos)
-    return Imported(published.model, format, len(names.tensors), names.parameters)
+    return Imported(published.model, format, len(names.shapes), names.parameters)
 
 
 def export_run(
@@ -99,7 +105,7 @@ def export_run(
     store = CheckpointStore(f"{run}/checkpoints")
     ids, files = _tokenizer_of(run, config, eos)
     how = Export(format, dtype, ids, config.data.sequence, files)
-    return save_batches(folder, config.model, _batches(store, choose_step(store, step, run)), how)
+    return save_batches(folder, config.model, _parameters(run, store, choose_step(store, step, run), how, config), how)
 
 
 def placeholder_config(name: str, published: Published) -> RunConfig:
@@ -129,7 +135,7 @@ def _describe_run(run: Path) -> list[str]:
     except ConfigError as error:
         exports = f"exports as nothing: {error}"
     return [
-        f"run directory: {model.kind}, vocabulary {model.vocab:,}, width {model.backbone.width:,}",
+        f"run directory: {model.kind}, vocabulary {model.vocab:,}, width {_width(model):,}",
         f"checkpoints: {', '.join(map(str, steps)) or 'none'}",
         exports,
     ]
@@ -139,15 +145,19 @@ def _describe_published(folder: Path, ignore: Iterable[str]) -> list[str]:
     published, files = formats.read_config(folder, ignore), TensorFiles(folder)
     format = formats.stored_format(published, files.tensors)
     names = formats.name_map(published.model, format)
-    match(names, files)
+    check_copies(names, files, match(names, files))
     dtypes = sorted({tensor.dtype.name for tensor in files.tensors.values()})
     shards = {tensor.file for tensor in files.tensors.values()}
     size = sum(tensor.bytes for tensor in files.tensors.values())
     return [
-        f"{format}: {len(names.tensors)} tensors, {names.parameters:,} parameters, all names and shapes as expected",
+        f"{format}: {len(names.shapes)} tensors, {names.parameters:,} parameters, all names and shapes as expected",
         f"{size / 1e9:.2f} GB of {', '.join(dtypes)} in {len(shards)} file(s)",
         f"vocabulary {published.model.vocab:,}, special tokens {published.ids._asdict()}",
     ]
+
+
+def _width(model: Model) -> int:
+    return model.width if isinstance(model, AutoencoderConfig) else model.backbone.width
 
 
 def _eos(published: Published, tokenizer: Tokenizer | None) -> int:
@@ -159,7 +169,7 @@ def _eos(published: Published, tokenizer: Tokenizer | None) -> int:
 
 
 def _check_empty(path: Path) -> None:
-    used = [name for name in ("config.json", "checkpoints", "metrics.jsonl") if (path / name).exists()]
+    used = [name for name in ("config.json", "checkpoints", "frozen", "metrics.jsonl") if (path / name).exists()]
     if used:
         raise RunDirectoryError(f"{path} holds {', '.join(used)} already; choose another run directory, or remove it")
 
@@ -196,22 +206,35 @@ def _tokenizer_of(run: Path, config: RunConfig, eos: int) -> tuple[SpecialIds, d
     return ids, {tokenizers.FILE: tokenizer.content, **files}
 
 
-def _batches(store: CheckpointStore, step: int) -> Iterator[Mapping[str, Any]]:
-    """The parameters of a checkpoint, a few leaves at a time."""
-    stored = flatten(store.abstract(step)["train"]["params"])
+def _parameters(
+    run: Path, store: CheckpointStore, step: int, how: Export, config: RunConfig
+) -> Iterator[Mapping[str, Any]]:
+    """Leaves of a run, a few at a time: those that were trained, if the format has them, then the frozen ones."""
+    if not isinstance(config.model, CalmConfig):
+        yield from _batches(store, step, "train/params/")
+        return
+    if how.format != "calm_autoencoder":
+        yield from _batches(store, step, "train/params/")
+    for batch in _batches(CheckpointStore(str(run / "frozen")), FROZEN_STEP, ""):
+        yield {f"{FROZEN}/{leaf}": array for leaf, array in batch.items()}
+
+
+def _batches(store: CheckpointStore, step: int, root: str) -> Iterator[Mapping[str, Any]]:
+    """The leaves of a checkpoint whose names begin with `root`, which is cut off."""
     group: dict[str, Any] = {}
-    for leaf, abstract in stored.items():
+    for name, abstract in flatten(store.abstract(step)).items():
+        if not name.startswith(root):
+            continue
         if group and sum(_bytes(other) for other in group.values()) + _bytes(abstract) > BATCH_BYTES:
-            yield _restored(store, step, group)
+            yield _restored(store, step, group, root)
             group = {}
-        group[leaf] = abstract
-    yield _restored(store, step, group)
+        group[name] = abstract
+    yield _restored(store, step, group, root)
 
 
-def _restored(store: CheckpointStore, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
-    names = [f"train/params/{leaf}" for leaf in group]
-    tree = store.restore_subtree(step, names, {"train": {"params": nest(group)}})
-    return flatten(tree["train"]["params"])
+def _restored(store: CheckpointStore, step: int, group: Mapping[str, Any], root: str) -> Mapping[str, Any]:
+    leaves = flatten(store.restore_subtree(step, list(group), nest(group)))
+    return {name.removeprefix(root): leaf for name, leaf in leaves.items()}
 
 
 def _bytes(abstract: Any) -> int:

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ncp_jax.checkpoint.hf_files import HFError, TensorFiles
 from ncp_jax.checkpoint.hf_io import load_leaves, match, save_leaves
-from ncp_jax.checkpoint.hf_names import BlockSizes, NCPSizes, native_map, ncp_olmo3_map, olmo3_map
+from ncp_jax.checkpoint.hf_names import BlockSizes
+from ncp_jax.checkpoint.hf_ncp_names import NCPSizes, native_map, ncp_olmo3_map, olmo3_map
 from ncp_jax.checkpoint.hf_writer import TensorWriter
 from ncp_jax.checkpoint.leaves import CheckpointMismatch
 from ncp_jax.parallel.mesh import MeshConfig, make_mesh
@@ -185,7 +186,8 @@ MEASURE = """
     from jax.sharding import SingleDeviceSharding
     from ncp_jax.checkpoint.hf_files import TensorFiles
     from ncp_jax.checkpoint.hf_io import load_leaves
-    from ncp_jax.checkpoint.hf_names import BlockSizes, olmo3_map
+    from ncp_jax.checkpoint.hf_names import BlockSizes
+    from ncp_jax.checkpoint.hf_ncp_names import olmo3_map
 
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ncp_jax.checkpoint.hf_names import BlockSizes, NCPSizes, native_map, ncp_olmo3_map, olmo3_map
+from ncp_jax.checkpoint.hf_names import BlockSizes
+from ncp_jax.checkpoint.hf_ncp_names import NCPSizes, native_map, ncp_olmo3_map, olmo3_map
 
 RELEASED_BLOCK = BlockSizes(width=4096, heads=32, kv_heads=32, ffn=11_008, full_norm=True)
 RELEASED = NCPSizes(RELEASED_BLOCK, vocab=100_278, encoder=16, concept=8, decoder=16, segments=32, codes=128)

@@ -23,7 +23,7 @@ from ncp_jax.models.ncp.model import NCP
 from ncp_jax.parallel.rules import unboxed
 from ncp_jax.train.loaded import load_run
 from ncp_jax.train.run_config import InitFrom
-from ncp_jax.train.rundir import RunDirectory, RunDirectoryError
+from ncp_jax.train.rundir import RunDirectoryError
 from ncp_jax.train.start import weights_of
 
 EOS, PAD = 126, 127
@@ -74,7 +74,7 @@ def test_an_imported_run_is_an_ordinary_run(tmp_path, published, capsys):
     forward = jax.jit(lambda params, ids: NCP(loaded.config.model).apply({"params": params}, ids, method="logits"))
     ours = forward(loaded.params, golden["T32/ids"])
     np.testing.assert_allclose(ours, golden["T32/logits"], atol=5e-4, rtol=0)
-    weights, step = weights_of(InitFrom(str(run)), loaded.params, RunDirectory(tmp_path / "next"))  # as init_from does
+    weights, step = weights_of(InitFrom(str(run)), loaded.params, tmp_path / "next")  # as init_from does
     assert step == 0
     np.testing.assert_array_equal(weights["embed"]["table"], golden["w/model.embed_tokens.weight"])
 
