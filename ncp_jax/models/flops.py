@@ -2,7 +2,8 @@
 
 A multiply-add is 2 FLOPs and training costs three forward passes, so a matrix costs 6 FLOPs per parameter and use.
 Counted: matrix products, attention scores and sums, route mixtures. Not counted: embedding lookup, norms, activations,
-RoPE, pooling, the nearest-code search (forward only: 2 D N per concept), the optimizer, recomputation under remat.
+RoPE, pooling, the nearest-code search (forward only: 2 D N per concept) and the like distances of an energy objective,
+the optimizer, recomputation under remat.
 
 Shapes: D width, H heads, K key-value heads, h head size, F feed-forward width, T tokens, k chunk, S segments, N codes.
 """
@@ -51,7 +52,7 @@ def training_flops_by_part(config: Config, sequence: int, convention: Convention
         "encoder": _tower(tower, config.encoder_layers, sequence, convention),
         "concept": rate * _tower(config.concept_backbone, config.concept_layers, concepts, convention),
         "decoder": _tower(tower, config.decoder_layers, sequence, convention),
-        "prediction": rate * 6.0 * tower.width * config.concept.codes * (config.concept.segments + 1),
+        "prediction": rate * _prediction(config),
         "routes": 6.0 * sum(per_use * uses for per_use, uses in _route_products(config, rate)),
     } | head
 
@@ -117,6 +118,14 @@ def _tower(s: Backbone, layers: int, length: int, convention: Convention) -> flo
         keys = visible_keys(length, window) if convention == "visible" else length
         total += 6.0 * _block_matrices(s) + 12.0 * s.heads * s.head_dim * keys
     return total
+
+
+def _prediction(c: NCPConfig) -> float:
+    """FLOPs per concept of heads and mixture, and of an energy objective: each law times the distances of its codes."""
+    D, S, N = c.backbone.width, c.concept.segments, c.concept.codes
+    learnt = 2 if c.loss.energy_trains_codes else 1  # factors of that product with a gradient
+    energy = 2.0 * (1 + learnt) * S * N**2 if c.loss.concept_objective == "energy" else 0.0
+    return 6.0 * D * N * (S + 1) + energy
 
 
 def _irc_towers(c: NCPConfig) -> list[tuple[int, str]]:

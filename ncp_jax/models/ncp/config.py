@@ -5,6 +5,7 @@ from typing import Literal
 
 from ncp_jax.config import ConfigError, frozen, nearest_multiples
 from ncp_jax.nn.backbone import Backbone
+from ncp_jax.ops.energy import check_exponent
 
 IRC = Literal["signed", "softmax", "none"]
 
@@ -47,13 +48,22 @@ class Loss:
 
     ncp_weight: float = 1.0  # alpha
     vq_weight: float = 1.0  # beta
-    ncp_reduction: Literal["mean", "sum", "per_segment"] = "mean"  # over M*D | Eq. 22: over M | Algorithm 1: over M*S
+    # Of mse alone: over M*D | Eq. 22: over M | Algorithm 1: over M*S, as code_ce and energy always are.
+    ncp_reduction: Literal["mean", "sum", "per_segment"] = "mean"
     vq_reduction: Literal["mean", "sum"] = "mean"  # over M*D | Eq. 21: over M*S
     aux_weighting: Literal["mean", "per_token"] = "mean"  # per_token: divided by T again, as the training fork did
-    concept_objective: Literal["mse", "code_ce"] = "mse"
+    concept_objective: Literal["mse", "code_ce", "energy"] = "mse"  # what the heads learn of the next concept
+    energy_beta: float = 1.0  # exponent of the energy's distances, in (0, 2]; 2 scores means alone
+    energy_trains_codes: bool = False  # the energy's gradient reaches the codes too, beside VQ's and NTP's
     commitment: float = 0.25  # gradient-free share of the reported VQ value (the fork reports 1.25 x MSE)
     z_loss: float = 0.0
     head_chunk: int | None = None  # tokens per slice of the fused head; None: one slice
+
+    def __post_init__(self):
+        try:
+            check_exponent(self.energy_beta)
+        except ValueError as error:
+            raise ConfigError(f"model.loss.energy_beta: {error}") from None
 
 
 @frozen
