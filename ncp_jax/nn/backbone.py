@@ -1,5 +1,6 @@
 """The OLMo-3 backbone as a table of numbers: what every tower of this project is built from."""
 
+import dataclasses
 from typing import Literal
 
 from ncp_jax.config import ConfigError, frozen
@@ -32,6 +33,9 @@ class Backbone:
     yarn: Yarn | None = None
     eps: float = 1e-6  # every norm, RMS and LayerNorm
     remat: Literal["none", "block", "dots"] = "none"  # nn/block.py REMAT
+    # How attention is computed, not what. auto: splash on a TPU, else the reference | reference: ops/attention.py |
+    # splash: the TPU kernel, ops/splash.py | interpreted: that kernel step by step on any platform, slow, for tests
+    attention: Literal["auto", "reference", "splash", "interpreted"] = "auto"
 
     def __post_init__(self):
         if self.width % self.heads:
@@ -53,6 +57,20 @@ class Backbone:
     @property
     def kv(self) -> int:
         return self.kv_heads or self.heads
+
+    def on(self, platform: str | None) -> "Backbone":
+        """This backbone with its attention chosen for a platform, as JAX names them; None: for any.
+
+        Raises ConfigError for a kernel that the platform does not have.
+        """
+        if self.attention == "splash" and platform not in ("tpu", None):
+            raise ConfigError(
+                f"backbone.attention 'splash' is a TPU kernel, and this runs on '{platform}'; choose auto, which takes "
+                "the reference here, or interpreted to test the kernel slowly"
+            )
+        if self.attention in ("auto", "splash"):
+            return dataclasses.replace(self, attention="splash" if platform == "tpu" else "reference")
+        return self
 
     def is_full(self, layer: int) -> bool:
         """Whether layer `layer` (from 0, numbered within its tower) attends without a window."""

@@ -15,14 +15,19 @@ from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.layers import base_std, param, rms_norm, truncated_normal
 from ncp_jax.ops.attention import attend, visible
 from ncp_jax.ops.rope import inverse_frequencies, rope_table, rotate, yarn_attention_factor, yarn_frequencies
+from ncp_jax.ops.splash import KEPT, TILE, splash_attend
 
 Weights = dict[str, Any]  # arrays [L, ...], or tuples of L arrays; of one layer, arrays
 
-# What a layer keeps for the backward pass: everything | its input | its input and matmul results.
+# What a layer keeps for the backward pass: everything | its input | its input and matmul results, and the splash
+# kernel's output and normaliser, so that the kernel runs forward once. Scores of the reference are made again.
 REMAT: dict[str, Callable | None] = {
     "none": None,
     "block": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(KEPT),
+    ),
 }
 
 
@@ -82,12 +87,14 @@ class Sight(NamedTuple):
     """What a tower's layers see, made once per tower: masks [B, T, J] and rotary tables, windowed and full.
 
     J counts the keys of earlier tokens that a cache holds, then the T keys of these tokens; without a cache J = T.
+    Where the splash kernel attends there are no masks, which would be as large as what it avoids, but segments.
     """
 
-    window_mask: Array
-    full_mask: Array
+    window_mask: Array | None
+    full_mask: Array | None
     window_rope: tuple[Array, Array]
     full_rope: tuple[Array, Array]
+    segments_BT: Array | None = None
 
 
 class KV(NamedTuple):
@@ -98,10 +105,17 @@ class KV(NamedTuple):
 
 
 def sight(s: Backbone, positions_BT: Array, segments_BT: Array | None, dtype) -> Sight:
-    """Masks and rotary tables for positions and (packed documents only) segments."""
+    """What a tower sees of whole rows, by positions and (packed documents only) segments.
+
+    Positions count up by one along each document (ops/splash.py says why). Rows below one tile of the splash kernel,
+    such as those that shape a model's initial values, are the reference's.
+    """
+    ropes = rope_tables(s, positions_BT, dtype)
+    if s.attention in ("splash", "interpreted") and positions_BT.shape[1] >= TILE:
+        return Sight(None, None, *ropes, segments_BT)
     full_mask = visible(positions_BT, positions_BT, None, segments_BT, segments_BT)
     window_mask = visible(positions_BT, positions_BT, s.window, segments_BT, segments_BT)
-    return Sight(window_mask, full_mask, *rope_tables(s, positions_BT, dtype))
+    return Sight(window_mask, full_mask, *ropes)
 
 
 def rope_tables(s: Backbone, positions_BT: Array, dtype) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -118,12 +132,12 @@ def block(
     Source: transformers, Olmo3DecoderLayer. `w` holds one layer's weights in x's dtype; norm scales stay f32.
     `past` holds keys and values of earlier tokens, which the masks list before this call's own.
     """
-    mask, rope = (see.full_mask, see.full_rope) if full else (see.window_mask, see.window_rope)
+    rope = see.full_rope if full else see.window_rope
     q_BTHh = rms_norm(jnp.einsum("BTD,DHh->BTHh", x_BTD, w["wq"]), w["q_norm"], s.eps)
     k_BTKh = rms_norm(jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wk"]), w["k_norm"], s.eps)
     new = KV(rotate(k_BTKh, rope), jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wv"]))
     seen = new if past is None else jax.tree.map(lambda old, own: jnp.concatenate([old, own], axis=1), past, new)
-    a_BTHh = attend(rotate(q_BTHh, rope), seen.k, seen.v, mask)
+    a_BTHh = _attended(rotate(q_BTHh, rope), seen, s, full, see)
     attended_BTD = whole_width(jnp.einsum("BTHh,HhD->BTD", a_BTHh, w["wo"]))
     attended_BTD = rms_norm(attended_BTD, w["attention_norm"], s.eps)
     y_BTD = x_BTD + attended_BTD
@@ -162,6 +176,14 @@ def cast_matrices(w: Weights, dtype) -> Weights:
 def layer_of(w: Weights, index: int) -> Weights:
     """The weights of one layer."""
     return {name: value[index] for name, value in w.items()}
+
+
+def _attended(q_BTHh: Array, seen: KV, s: Backbone, full: bool, see: Sight) -> Array:
+    mask = see.full_mask if full else see.window_mask
+    if mask is not None:
+        return attend(q_BTHh, seen.k, seen.v, mask)
+    split, window = nn.logical_to_mesh_axes(("batch", "sequence", "heads")), None if full else s.window
+    return splash_attend(q_BTHh, seen.k, seen.v, window, see.segments_BT, split, s.attention == "interpreted")
 
 
 def _yarn_table(s: Backbone, positions_BT: Array, dtype) -> tuple[Array, Array]:

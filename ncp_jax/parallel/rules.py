@@ -36,6 +36,7 @@ ACTIVATION_RULES: Rules = {
     "batch": BATCH_AXES,
     "sequence": "seq",
     "features": None,
+    "heads": "tensor",
     "mlp_features": "tensor",
     "vocab": "tensor",  # the table is gathered over fsdp before the lookup, or XLA rematerialises the whole gather
 }
