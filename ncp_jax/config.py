@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import sys
@@ -24,7 +25,8 @@ T = TypeVar("T")
 # its identity. The last two say what happens to a bad step: a run that stopped at one must be able to go on.
 NOT_IDENTITY = (
     "workdir", "mesh", "checkpoint", "evaluation", "data.prefetch", "data.workers", "train.log_every",
-    "train.diagnose_every", "train.on_bad_step", "train.gradient_ceiling",
+    "train.diagnose_every", "model.backbone.attention", "optim.newton_schulz_layout", "train.on_bad_step",
+    "train.gradient_ceiling",
 )  # fmt: skip
 
 
@@ -67,8 +69,12 @@ def override(config: T, pairs: list[str]) -> T:
 
 
 def load(path: str | Path) -> Any:
-    """The RunConfig that `configs/NAME.py` returns from `config()`. Accepts a path or a bare name under ./configs."""
-    file = _find(Path(path)).resolve()
+    """The RunConfig that `configs/NAME.py` returns from `config()`. Accepts a path or a bare name under ./configs.
+
+    `NAME.py:VARIANT` is what `config(VARIANT)` returns, where a file offers variants.
+    """
+    name, _, variant = str(path).partition(":")
+    file = _find(Path(name)).resolve()
     root = str(file.parent.parent)  # configs build on one another: `from configs.ncp_nano import nano`
     if root not in sys.path:
         sys.path.insert(0, root)
@@ -79,7 +85,9 @@ def load(path: str | Path) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, "config"):
         raise ConfigError(f"{file} has no function config(); see configs/ncp_nano.py for the shape of one")
-    return module.config()
+    if variant and not inspect.signature(module.config).parameters:
+        raise ConfigError(f"{file} has no variants; give its path without ':{variant}'")
+    return module.config(variant) if variant else module.config()
 
 
 def identity(config: Any) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from ncp_jax.config import ConfigError, differences, from_dict, identity, load, override, to_dict
 from ncp_jax.models import flops
+from ncp_jax.models.calm import presets
 from ncp_jax.models.ncp.config import Concept, NCPConfig
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.parallel.rules import unboxed
@@ -19,6 +20,7 @@ CONFIGS = sorted(path.stem for path in (Path(__file__).parent.parent / "configs"
 # Exact sizes; a label such as 190m names the non-embedding count.
 PARAMETERS = {
     "ncp_nano": (2_097_466, 1_048_890),
+    "ncp_nano_energy": (2_097_466, 1_048_890),
     "olmo3_nano": (1_902_720, 854_144),
     "olmo3_nano_wide": (2_054_784, 1_006_208),
     "ncp_190m": (343_740_713, 189_713_705),
@@ -27,22 +29,72 @@ PARAMETERS = {
     "ncp_archpreview_9b_stage2": (8_938_363_793, 8_116_886_417),
     "ncp_paper_9b": (8_938_142_576, 8_116_665_200),
     "olmo3_7b": (7_298_011_136, 6_476_533_760),
+    # CALM's own, without the autoencoder's; a name with a colon is a variant
+    "calm_autoencoder_nano": (1_198_080, None),
+    "calm_nano": (1_750_016, None),
+    "calm_nano:flow": (1_790_592, None),
+    "calm_nano:diffusion": (1_807_104, None),
+    "calm_baseline_nano": (1_852_544, None),
+    "calm_autoencoder": (75_832_064, None),
+    "calm_autoencoder:k8": (78_128_128, None),
+    "calm_m": (371_732_608, None),
+    "calm_l": (735_332_480, None),
+    "calm_xl": (1_829_795_968, None),
+    "calm_transformer": (281_956_608, None),
+    "calm_transformer:m": (465_079_296, None),
+    "calm_transformer:l": (849_400_320, None),
+    "calm_ablation": (201_324_416, None),
 }
+# The name of a config that has variants says which one it is where no variant is given.
+DEFAULT_NAMES = {
+    "calm_autoencoder": "calm_autoencoder_k4", "calm_transformer": "calm_transformer_s",
+    "calm_ablation": "calm_ablation_default",
+}  # fmt: skip
 
 
 def nano() -> RunConfig:
     return load("configs/ncp_nano.py")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_has_a_size_here():
+    assert set(CONFIGS) == {name for name in PARAMETERS if ":" not in name}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_every_config_loads_round_trips_and_has_its_size(name):
-    config = load(f"configs/{name}.py")
+    file, _, variant = name.partition(":")
+    config = load(f"configs/{file}.py:{variant}")
     assert from_dict(RunConfig, to_dict(config)) == config
-    assert config.name == name
+    assert config.name == DEFAULT_NAMES.get(name, name.replace(":", "_"))
     task = build_task(config.model, config.data.sequence)
     counts = [leaf.size for leaf in jax.tree.leaves(unboxed(abstract_params(task)[0]))]
-    assert (sum(counts), flops.non_embedding_parameters(config.model)) == PARAMETERS[name]
-    assert flops.total_parameters(config.model) == sum(counts)
+    total, non_embedding = PARAMETERS[name]
+    assert sum(counts) == sum(task.parameters.values()) == total
+    if non_embedding is not None:
+        assert flops.non_embedding_parameters(config.model) == non_embedding
+
+
+def test_every_ablation_finds_its_autoencoder():
+    """Each arm differs from the default in one place, and names a run that `configs/calm_autoencoder.py` makes."""
+    for arm in (*presets.ARMS, "k1", "k2", "k8"):
+        config = load(f"configs/calm_ablation.py:{arm}")
+        assert config.name == f"calm_ablation_{arm}"
+        variant = config.model.autoencoder_run.removeprefix("runs/calm_autoencoder_")
+        theirs = load(f"configs/calm_autoencoder.py:{variant}")
+        assert theirs.directory == config.model.autoencoder_run
+        changes = differences(to_dict(config.model.autoencoder), to_dict(theirs.model))
+        assert {change.partition(":")[0] for change in changes} <= {"score_pads", "head_chunk"}, arm
+
+
+def test_variants_that_do_not_exist():
+    for name, complaint in [
+        ("calm_nano.py:gan", "no variant 'gan'; known: energy, flow, diffusion, k1"),
+        ("calm_m.py:k3", "no variant 'k3'"),
+        ("calm_ablation.py:beta_9", "CALM has no arm 'beta_9'"),
+        ("ncp_nano.py:big", "has no variants; give its path without ':big'"),
+    ]:
+        with pytest.raises(ConfigError, match=complaint):
+            load(f"configs/{name}")
 
 
 def test_the_vq_interface_of_the_9b():

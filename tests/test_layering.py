@@ -12,7 +12,7 @@ LAYERS = [
     {"nn"},
     {"models", "parallel", "optim", "data", "checkpoint"},
     {"train", "generate", "adapt"},
-    {"evaluate", "diagnostics", "ladder", "report", "convert"},
+    {"evaluate", "diagnostics", "ladder", "report", "convert", "plan"},
     {"cli"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}

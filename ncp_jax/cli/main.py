@@ -10,7 +10,7 @@ import os
 import sys
 
 # Each lives in ncp_jax/cli/NAME.py as add_parser(subparsers) and run(args).
-SUBCOMMANDS = ("data", "train", "sample", "report", "yardsticks", "convert")
+SUBCOMMANDS = ("data", "train", "sample", "brierlm", "plan", "bench", "report", "yardsticks", "convert")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,12 +59,13 @@ def _status(error: Exception) -> int | None:
     from ncp_jax.checkpoint.store import CheckpointError, CheckpointSaveError
     from ncp_jax.config import ConfigError
     from ncp_jax.data.store import DataError
+    from ncp_jax.ops.scoring import ScoreError
     from ncp_jax.optim.leaves import LeafError
     from ncp_jax.train.loop import BadStep
 
     if isinstance(error, (BadStep, CheckpointSaveError)):
         return 1
-    return 2 if isinstance(error, (ConfigError, CheckpointError, DataError, LeafError)) else None
+    return 2 if isinstance(error, (ConfigError, CheckpointError, DataError, LeafError, ScoreError)) else None
 
 
 if __name__ == "__main__":

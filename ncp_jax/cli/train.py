@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
     summary = train(config, say=lambda line: print(line, flush=True))
     if summary["finished"]:
-        best = summary["best_bits_per_byte"]
-        found = f", best {best:.4f} bits/byte at step {summary['best_step']}" if best is not None else ""
+        unit, best = summary["criterion"].replace("bits_per_byte", "bits/byte"), summary[f"best_{summary['criterion']}"]
+        found = f", best {best:.4f} {unit} at step {summary['best_step']}" if best is not None else ""
         print(f"{summary['step']:,} steps in {duration(summary['seconds'])}{found}")
         print(f'look: ncp-jax report {config.directory}    try: ncp-jax sample {config.directory} "PROMPT"')
     return 0
@@ -50,7 +50,6 @@ def describe(config) -> None:
     from ncp_jax.config import ConfigError, identity, to_dict
     from ncp_jax.data.pipeline import effective_mixture
     from ncp_jax.data.store import DataError
-    from ncp_jax.models.flops import parameter_count
     from ncp_jax.optim.leaves import format_table, leaf_table
     from ncp_jax.optim.schedules import plan
     from ncp_jax.parallel.mesh import check_rows, check_sequence, make_mesh
@@ -62,7 +61,7 @@ def describe(config) -> None:
     check_rows(config.train.batch, mesh, micro_batches=config.train.micro_batches)
     check_sequence(config.data.sequence, task.chunk, mesh)
     schedule = plan(config.optim.schedule, total, config.tokens_per_step)
-    boxed, _ = abstract_params(task)
+    boxed, boxed_frozen = abstract_params(task)
     params = unboxed(boxed)
 
     rich.print_json(json.dumps(to_dict(config)))
@@ -70,17 +69,21 @@ def describe(config) -> None:
     for note in schedule.notes:
         print(note)
     print(f"parameters {sum(leaf.size for leaf in jax.tree.leaves(params)):,}")
-    groups = parameter_count(config.model)
+    groups = task.parameters
     for group, count in groups.items():
         print(f"  {group:<28} {count:>16,}")
     if "codebooks" in groups:
         print(f"VQ interface (prediction heads and codebooks) {groups['prediction_heads'] + groups['codebooks']:,}")
+    if boxed_frozen is not None:
+        print(f"frozen parameters {sum(leaf.size for leaf in jax.tree.leaves(unboxed(boxed_frozen))):,}")
     print(f"training FLOPs per token {task.flops_per_token:.4e}: {task.flops_convention}\n")
     print(format_table(leaf_table(params, task.leaf_rules, config.optim)))
     print(f"\nmesh {config.mesh.describe()} on {mesh.size} devices: {dict(mesh.shape)}")
     print(format_placements(place(boxed, mesh)))
     try:
-        rows = effective_mixture(config.data, chunk=task.chunk, global_batch=config.train.batch, steps=total)
+        rows = effective_mixture(
+            config.data, chunk=task.chunk, global_batch=config.train.batch, steps=total, ends=task.reads_ends
+        )
     except (DataError, ConfigError) as error:  # a run may be looked at before its data is there
         print(f"\ndata: {error}")
         return

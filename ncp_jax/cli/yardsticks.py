@@ -24,6 +24,10 @@ def run(args: argparse.Namespace) -> int:
     config, summary = read_json(path / "config.json"), read_json(path / "summary.json")
     if config is None or summary is None:
         raise ConfigError(f"{path} is not a finished run (no config.json or summary.json); train it to its end first")
+    if "best_bits_per_byte" not in summary:
+        raise ConfigError(
+            f"{path} holds a '{summary['task']}', which has no bits per byte; compare it by 'ncp-jax brierlm'"
+        )
     source, split = config["config"]["data"]["mixture"][0], config["config"]["evaluation"]["split"]
     found = read_json(path / "yardsticks.json")
     if found is None:

@@ -39,7 +39,7 @@ class DataConfig:
 
     mixture: tuple[Source, ...]
     sequence: int  # T, tokens per row
-    packing: Literal["concat", "documents"] = "documents"
+    packing: Literal["concat", "official", "documents"] = "documents"  # data/packing.py
     shuffle_seed: int = 0
     prefetch: int = 2  # batches read ahead; 0 reads in the caller's thread
     workers: int = 1  # threads that read ahead; neither field changes what is read

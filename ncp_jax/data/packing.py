@@ -1,11 +1,13 @@
 """The packing: which stretches of a store make up row i, and how such rows become a batch.
 
-A row of T tokens is a list of pieces (place in the row, first token in the store, number of inputs). Inputs are
+A row of T tokens is a list of pieces: stretches of the store, each with its place in the row. Inputs are
 store[s : s + n], targets store[s + 1 : s + n + 1]: the target of a document's last token is its end-of-text token.
 
 `concat`     row i is the stretch that starts at token i*T; documents run on across rows.
+`official`   the same stream without its end-of-text tokens, as CALM's public language models were trained.
 `documents`  each document's n tokens are one piece, or several of at most T if it is longer. Pieces start at multiples
-             of k, and a plan made once from the documents' lengths says which pieces share a row.
+             of k, and a plan made once from the documents' lengths says which pieces share a row. For families that
+             read end-of-text tokens instead of scoring them as targets alone, those count as tokens (`ends`).
 
 B rows, T tokens per row, k tokens per chunk.
 """
@@ -21,7 +23,7 @@ import numpy as np
 from ncp_jax.data.store import StoreError, TokenStore, read_file, write_file
 
 # Changes whenever the same documents would be packed differently, so that stale plans are not reused.
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 
 class Piece(NamedTuple):
@@ -29,7 +31,9 @@ class Piece(NamedTuple):
 
     place: int  # first token's index in the row
     start: int  # first token's index in the store
-    length: int  # inputs; one more token is read for the last target
+    length: int  # inputs
+    ids: int  # tokens read: length + 1, or length where the last input has no target
+    follows: bool = False  # its first token is the target of the input before it
 
 
 class Rows(Protocol):
@@ -53,22 +57,45 @@ class ConcatRows:
 
     def pieces(self, row: int) -> list[Piece]:
         start = row * self._sequence
-        return [Piece(0, start, min(self._sequence, self.store.manifest.tokens - 1 - start))]
+        length = min(self._sequence, self.store.manifest.tokens - 1 - start)
+        return [Piece(0, start, length, length + 1)]
+
+
+class OfficialRows:
+    """Rows of `official` packing: every token that ends no text, the store's first aside, is a target exactly once."""
+
+    def __init__(self, store: TokenStore, sequence: int):
+        self.store, self._sequence = store, sequence
+        self._first = store.offsets - np.arange(len(store.offsets))  # of each document, in the stream without ends
+
+    def __len__(self) -> int:
+        return -(-max(int(self._first[-1]) - 1, 0) // self._sequence)
+
+    def pieces(self, row: int) -> list[Piece]:
+        start = row * self._sequence
+        stop = min(start + self._sequence + 1, int(self._first[-1]))
+        found = []
+        for document in range(np.searchsorted(self._first, start, "right") - 1, np.searchsorted(self._first, stop)):
+            first, last = max(start, int(self._first[document])), min(stop, int(self._first[document + 1]))
+            if last > first:  # an empty document has no token here
+                place, ids = first - start, last - first
+                found.append(Piece(place, first + document, min(ids, stop - 1 - first), ids, follows=place > 0))
+        return found
 
 
 class DocumentRows:
     """Rows of `documents` packing. The plan is read from, or left in, the store where that is possible."""
 
-    def __init__(self, store: TokenStore, sequence: int, k: int, seed: int):
+    def __init__(self, store: TokenStore, sequence: int, k: int, seed: int, ends: bool = False):
         self.store = store
-        self.plan = cached_plan(store, sequence, k, seed)
+        self.plan = cached_plan(store, sequence, k, seed, ends)
 
     def __len__(self) -> int:
         return len(self.plan.rows) - 1
 
     def pieces(self, row: int) -> list[Piece]:
         some = slice(self.plan.rows[row], self.plan.rows[row + 1])
-        columns = (self.plan.place[some], self.plan.start[some], self.plan.length[some])
+        columns = (self.plan.place[some], self.plan.start[some], self.plan.length[some], self.plan.ids[some])
         return [Piece(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
@@ -79,16 +106,18 @@ class Plan(NamedTuple):
     place: np.ndarray  # [P]
     start: np.ndarray  # [P]
     length: np.ndarray  # [P]
+    ids: np.ndarray  # [P]
 
 
-def plan_documents(offsets: np.ndarray, sequence: int, k: int, seed: int) -> Plan:
+def plan_documents(offsets: np.ndarray, sequence: int, k: int, seed: int, ends: bool = False) -> Plan:
     """Pack documents into rows of T = `sequence` tokens by best fit decreasing.
 
     `offsets`: int64 [documents + 1], each document's EOS included. Lengths count in chunks of k, so there are only T/k
     distinct sizes and the tightest row with room is found by one bit scan; the cost is a sort plus one step per piece.
-    `seed` orders pieces of equal size and the rows, so any prefix of the rows is a fair sample.
+    `seed` orders pieces of equal size and the rows, so any prefix of the rows is a fair sample. `ends`: a document's
+    EOS is an input like its other tokens, and is followed by none.
     """
-    start, length = _pieces(offsets, sequence)
+    start, length, ids = _pieces(offsets, sequence, ends)
     random = np.random.default_rng(seed)
     order = random.permutation(len(start))
     chunks = -(-length // k)
@@ -99,16 +128,16 @@ def plan_documents(offsets: np.ndarray, sequence: int, k: int, seed: int) -> Pla
     by_row = np.lexsort((place, row_of))
     rows = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=count))]).astype(np.int64)
     pieces = order[by_row]
-    return Plan(rows, place[by_row] * k, start[pieces], length[pieces])
+    return Plan(rows, place[by_row] * k, start[pieces], length[pieces], ids[pieces])
 
 
-def cached_plan(store: TokenStore, sequence: int, k: int, seed: int) -> Plan:
+def cached_plan(store: TokenStore, sequence: int, k: int, seed: int, ends: bool = False) -> Plan:
     """`plan_documents`, kept in the store as plans/<hash of its inputs>.npz. A read-only store costs only the reuse."""
-    key = f"{PLAN_FORMAT}/{store.manifest.offsets_sha256}/{sequence}/{k}/{seed}"
+    key = f"{PLAN_FORMAT}/{store.manifest.offsets_sha256}/{sequence}/{k}/{seed}/{int(ends)}"
     name = f"plans/{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
     plan = _load_plan(read_file(store.path, name))
     if plan is None:
-        plan = plan_documents(store.offsets, sequence, k, seed)
+        plan = plan_documents(store.offsets, sequence, k, seed, ends)
         buffer = io.BytesIO()
         np.savez(buffer, **plan._asdict())
         with contextlib.suppress(StoreError):  # a read-only store: the plan is computed again, nothing else is lost
@@ -127,15 +156,17 @@ def assemble(
     """
     shape = (len(rows), sequence)
     tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    real = np.zeros(shape, bool)
+    real, scored = np.zeros(shape, bool), np.zeros(shape, bool)
     segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     positions += np.arange(sequence, dtype=np.int32)
     for row, number, piece, ids in _read(rows, vocab):
         here = slice(piece.place, piece.place + piece.length)
-        tokens[row, here], targets[row, here] = ids[:-1], ids[1:]
-        real[row, here], segments[row, here] = True, number
+        tokens[row, here], real[row, here], segments[row, here] = ids[: piece.length], True, number
+        of_before = int(piece.follows)
+        aims = slice(piece.place - of_before, piece.place + piece.ids - 1)
+        targets[row, aims], scored[row, aims] = ids[1 - of_before :], True
         positions[row, piece.place :] = np.arange(sequence - piece.place, dtype=np.int32)
-    batch = {"tokens": tokens, "targets": targets, "real": real, "scored": real.copy()}
+    batch = {"tokens": tokens, "targets": targets, "real": real, "scored": scored}
     return {**batch, "segments": segments, "positions": positions} if documents else batch
 
 
@@ -149,19 +180,20 @@ def _read(rows: Sequence[tuple[TokenStore, list[Piece]]], vocab: int):
             if id(owner) == key
             for number, piece in enumerate(pieces, 1)
         ]
-        spans = [(piece.start, piece.start + piece.length + 1) for _, _, piece in wanted]
+        spans = [(piece.start, piece.start + piece.ids) for _, _, piece in wanted]
         for place, ids in zip(wanted, store.read_many(spans, vocab=vocab), strict=True):
             yield *place, ids
 
 
-def _pieces(offsets: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length of every piece, int64 [P]: documents without their EOS, cut every `sequence` tokens."""
-    lengths = np.diff(offsets) - 1
+def _pieces(offsets: np.ndarray, sequence: int, ends: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start, length and ids of every piece, int64 [P]: documents with or without their EOS, cut every `sequence`."""
+    lengths = np.diff(offsets) - (0 if ends else 1)
     counts = -(-lengths // sequence)
     document = np.repeat(np.arange(len(lengths)), counts)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     start = offsets[:-1][document] + nth * sequence
-    return start, np.minimum(sequence, lengths[document] - nth * sequence)
+    length = np.minimum(sequence, lengths[document] - nth * sequence)
+    return start, length, np.minimum(length + 1, offsets[1:][document] - start)
 
 
 def _best_fit(sizes: list[int], capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ncp_jax.config import ConfigError, nearest_multiples
 from ncp_jax.data.config import DataConfig, check_chunk
-from ncp_jax.data.packing import ConcatRows, DocumentRows, Piece, Rows, assemble
+from ncp_jax.data.packing import ConcatRows, DocumentRows, OfficialRows, Piece, Rows, assemble
 from ncp_jax.data.store import StoreError, TokenStore, check_ids
 
 Batch = dict[str, np.ndarray]
@@ -98,16 +98,17 @@ class MixtureRow:
 
 def train_batches(
     config: DataConfig, *, vocab: int, chunk: int, global_batch: int, start_step: int = 0,
-    process_index: int = 0, process_count: int = 1,
+    ends: bool = False, process_index: int = 0, process_count: int = 1,
 ) -> TrainBatches:  # fmt: skip
     """Batches from step `start_step` on, `global_batch / process_count` rows each (see packing.assemble).
 
-    `vocab`: ids of the model; `chunk`: k. Raises ConfigError for impossible sizes or weights, StoreError for a store
-    that is absent, damaged or made for more ids than `vocab`.
+    `vocab`: ids of the model; `chunk`: k; `ends`: whether packed documents hold their end-of-text token as an input.
+    Raises ConfigError for impossible sizes or weights, StoreError for a store that is absent, damaged or made for more
+    ids than `vocab`.
     """
     check_chunk(config.sequence, chunk)
     local = _local_rows(global_batch, process_index, process_count)
-    sources = [_rows(store, config, chunk, config.shuffle_seed) for store in _stores(config, vocab)]
+    sources = [_rows(store, config, chunk, config.shuffle_seed, ends) for store in _stores(config, vocab)]
     mixture = _Mixture(sources, config)
     read = _StepReader(mixture, config, vocab, (global_batch, process_index * local, local))
     return TrainBatches(grain.MapDataset.source(read), config, start_step, global_batch)
@@ -115,12 +116,12 @@ def train_batches(
 
 def evaluation_batches(
     store: TokenStore, config: DataConfig, *, batch: int, chunk: int, limit: int | None = None,
-    vocab: int | None = None, process_index: int = 0, process_count: int = 1,
+    vocab: int | None = None, ends: bool = False, process_index: int = 0, process_count: int = 1,
 ) -> EvaluationBatches:  # fmt: skip
     """Every row of `store` once (the first `limit` of them), `batch` rows over all processes at a time.
 
     Rows are cut as `config` says. The last batch is filled with fully masked rows. `vocab`: ids of the model, where it
-    may differ from the store's. Raises ConfigError for impossible sizes.
+    may differ from the store's; `ends` as in training. Raises ConfigError for impossible sizes.
     """
     check_chunk(config.sequence, chunk)
     _local_rows(batch, process_index, process_count)
@@ -128,20 +129,22 @@ def evaluation_batches(
         raise ConfigError(f"an evaluation limit must be at least 1 sequence, got {limit}; leave it out to read all")
     if vocab is not None:
         check_ids(store, vocab)
-    rows = _rows(store, config, chunk, EVALUATION_SEED)
+    rows = _rows(store, config, chunk, EVALUATION_SEED, ends)
     count = len(rows) if limit is None else min(limit, len(rows))
     ids = store.manifest.vocab if vocab is None else vocab
     return EvaluationBatches(rows, count, config, batch, ids, (process_index, process_count))
 
 
-def effective_mixture(config: DataConfig, *, chunk: int, global_batch: int, steps: int) -> list[MixtureRow]:
+def effective_mixture(
+    config: DataConfig, *, chunk: int, global_batch: int, steps: int, ends: bool = False
+) -> list[MixtureRow]:
     """What `steps` steps take from each source, for --dry-run. Raises as `train_batches`."""
     check_chunk(config.sequence, chunk)
     shares = _proportions(config)
     table = []
     for source, share in zip(config.mixture, shares, strict=True):
         store = TokenStore.open(source.store)
-        windows, weight = len(_rows(store, config, chunk, config.shuffle_seed)), share / sum(shares)
+        windows, weight = len(_rows(store, config, chunk, config.shuffle_seed, ends)), share / sum(shares)
         epochs = weight * steps * global_batch / windows
         manifest = store.manifest
         table.append(MixtureRow(source.store, weight, manifest.documents, manifest.tokens, windows, epochs))
@@ -199,12 +202,12 @@ def _stores(config: DataConfig, vocab: int) -> list[TokenStore]:
     return stores
 
 
-def _rows(store: TokenStore, config: DataConfig, chunk: int, seed: int) -> Rows:
+def _rows(store: TokenStore, config: DataConfig, chunk: int, seed: int, ends: bool) -> Rows:
     rows: Rows
     if config.packing == "documents":
-        rows = DocumentRows(store, config.sequence, chunk, seed)
+        rows = DocumentRows(store, config.sequence, chunk, seed, ends)
     else:
-        rows = ConcatRows(store, config.sequence)
+        rows = (ConcatRows if config.packing == "concat" else OfficialRows)(store, config.sequence)
     if not len(rows):
         raise StoreError(f"token store {store.path} has no row to read; prepare a corpus with text in this split")
     return rows

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ncp_jax.report.runs import Run, number
+from ncp_jax.report.scores import brierlm
 from ncp_jax.report.spec import Chart, HeatMap, Line, LineChart
 from ncp_jax.report.text import short
 
@@ -34,8 +35,9 @@ def sections(runs: Sequence[Run]) -> list[tuple[str, str, list[Chart]]]:
     candidates = [
         (
             "Quality",
-            "Bits that the model needs for a byte of text, and each loss term before its weight. Lower is better.",
-            [*quality(runs), *losses(runs)],
+            "Bits that the model needs for a byte of text, and each loss term before its weight: lower is better. "
+            "BrierLM, where runs were scored: higher is better.",
+            [*quality(runs), *brierlm(runs), *losses(runs)],
         ),
         ("Codebooks", "How many codes are in use. Each segment has its own codebook.", codebooks(runs)),
         (

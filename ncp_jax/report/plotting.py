@@ -76,10 +76,14 @@ def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, theme: Theme) -> N
             linewidth=width, alpha=opacity, marker=shape, markersize=3.5, markevery=max(1, len(line.x) // 20),
             zorder=1 + opacity,
         )  # fmt: skip
+        if line.error is not None:
+            axes.errorbar(line.x, line.y, line.error, fmt="none", ecolor=theme.series[line.colour % len(theme.series)])
     if chart.y_range:
         axes.set_ylim(*chart.y_range)
     _draw_levels(axes, chart, theme)
-    if chart.whole_x:
+    if chart.log_x:
+        axes.set_xscale("log")
+    elif chart.whole_x:
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
     else:
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5))

@@ -30,6 +30,7 @@ class Run:
     document: dict  # config.json: config, identity, versions, git
     yardsticks: dict[str, float]  # bits per byte of something that needs no training, by name
     notes: list[str]
+    brierlm: list[dict] = dataclasses.field(default_factory=list)  # RUN/eval/brierlm_*.json, by step
 
     @property
     def config(self) -> dict:
@@ -85,6 +86,7 @@ def load(path: str | Path) -> Run:
         document=document,
         yardsticks={name: value for name, value in yardsticks.items() if number(value) is not None},
         notes=notes,
+        brierlm=_read_scores(path / "eval", notes),
     )
 
 
@@ -106,6 +108,12 @@ def _read_object(file: Path, notes: list[str], wanted: bool = True) -> dict:
         notes.append(f"{file.name} is damaged ({error})")
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _read_scores(folder: Path, notes: list[str]) -> list[dict]:
+    found = [_read_object(file, notes) for file in sorted(folder.glob("brierlm_*.json"))]
+    sound = [score for score in found if isinstance(score.get("step"), int) and isinstance(score.get("brierlm"), dict)]
+    return sorted(sound, key=lambda score: score["step"])
 
 
 def _read_metrics(file: Path, notes: list[str]) -> dict[str, list[dict]]:

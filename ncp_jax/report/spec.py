@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One curve. `colour` numbers the run; `faint` is background, such as unsmoothed values; `thin` is secondary."""
+    """One curve. `colour` numbers the run; `faint` is background, such as unsmoothed values; `thin` is secondary;
+    `error` is drawn as bars of that half length."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -16,6 +17,7 @@ class Line:
     marker: bool = False
     faint: bool = False
     thin: bool = False
+    error: Sequence[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LineChart(Chart):
     levels: Sequence[tuple[str, float]] = ()
     y_range: tuple[float, float] | None = None
     whole_x: bool = False  # x counts things: ticks at whole numbers, no scale letters
+    log_x: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ncp_jax.checkpoint.store import CheckpointStore
 from ncp_jax.config import ConfigError, differences, to_dict
 from ncp_jax.models.calm import flops, losses, reconstruction
 from ncp_jax.models.calm.autoencoder import Autoencoder
@@ -19,8 +20,8 @@ from ncp_jax.models.llama import Llama, LlamaConfig
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
 from ncp_jax.optim.leaves import TRANSFORMER_RULES, LeafRule
 from ncp_jax.train.run_config import InitFrom
-from ncp_jax.train.rundir import RunDirectory, read_json
-from ncp_jax.train.start import weights_of
+from ncp_jax.train.rundir import read_json
+from ncp_jax.train.start import choose_step, weights_of
 from ncp_jax.train.task import Batch, Params, Sums, Task
 
 # The official runs train everything with AdamW: optim.optimizer = adamw, and embeddings decay like matrices
@@ -34,7 +35,8 @@ CALM_RULES: tuple[LeafRule, ...] = (
     *TRANSFORMER_RULES,
 )
 # Fields of an autoencoder's config that matter only while it trains.
-TRAINING_ONLY = ("token_dropout", "latent_dropout", "kl_weight", "kl_floor", "score_pads", "head_chunk")
+TRAINING_ONLY = ("token_dropout", "latent_dropout", "mask", "kl_weight", "kl_floor", "score_pads", "head_chunk")
+NAME = "model.autoencoder_run"
 STATISTICS_KEY = 0  # noise of statistics and evaluation is the same at every step
 
 
@@ -56,26 +58,26 @@ def autoencoder_task(c: AutoencoderConfig, sequence: int, dtype: Any = jnp.float
         found = found_in(batch)
         return reconstruction.statistics(c, model, params, found, _normals(c, found.shape))
 
+    def held_out(params, frozen, batch: Batch) -> tuple[Sums, Sums]:
+        """Terms without masking and dropout, the posterior sampled; how well tokens and chunks come back.
+
+        Least, greatest and collapsed of all rows are means over batches, by chunks.
+        """
+        found, weights = found_in(batch), reconstruction.weights(c, found_in(batch))
+        normals = _normals(c, found.shape)
+        named = reconstruction.statistics(c, model, params, found, normals)
+        counts = reconstruction.counts(found)
+        of = {name: counts["tokens" if name.startswith("tokens/") else "chunks"] for name in named}
+        sums = reconstruction.evaluation_sums(c, model, params, found, normals)
+        return sums | {name: value * of[name] for name, value in named.items()}, weights | of
+
     return Task(
         name="calm_autoencoder", chunk=c.chunk, vocab=c.vocab, coefficients=reconstruction.coefficients(c), init=init,
         weights=lambda batch: reconstruction.weights(c, found_in(batch)), loss=loss, diagnose=diagnose,
+        held_out=held_out, parameters=flops.autoencoder_count(c),
         flops_per_token=flops.autoencoder_training_flops_per_token(c), flops_convention=flops.CONVENTION,
-        leaf_rules=CALM_RULES,
+        leaf_rules=CALM_RULES, reads_ends=True,
     )  # fmt: skip
-
-
-def autoencoder_evaluation(c: AutoencoderConfig, dtype: Any = jnp.float32):
-    """loss(trainable, frozen, batch, rng) of an evaluation: no masking, no dropout; the posterior is sampled.
-
-    The terms and weights are those of training.
-    """
-    model = Autoencoder(c, dtype)
-
-    def loss(params, frozen, batch: Batch, rng: Array) -> Sums:
-        found = chunks(batch, c.chunk, c.pad)
-        return reconstruction.evaluation_sums(c, model, params, found, _normals(c, found.shape))
-
-    return loss
 
 
 def calm_task(c: CalmConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
@@ -98,38 +100,60 @@ def calm_task(c: CalmConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
 
     return Task(
         name="calm", chunk=c.chunk, vocab=c.vocab, coefficients=losses.coefficients(c), init=init,
-        weights=lambda batch: losses.weights(c, found_in(batch)), loss=loss,
+        weights=lambda batch: losses.weights(c, found_in(batch)), loss=loss, source=AutoencoderRun(c), reads_ends=True,
+        parameters=flops.parameter_count(c),
         flops_per_token=flops.training_flops_per_token(c, sequence), flops_convention=flops.CONVENTION,
         leaf_rules=CALM_RULES,
     )  # fmt: skip
 
 
-def load_autoencoder(c: CalmConfig, like: Params, ours: RunDirectory) -> Params:
-    """The frozen parameters of a language model: what its autoencoder's run learnt, on the shardings of `like`.
+class AutoencoderRun:
+    """The run whose best checkpoint a language model's frozen parameters come from."""
 
-    Raises ConfigError where there is no such run, where it trained another autoencoder than the config describes, or
-    where its tokenizer is not that of `ours`.
-    """
-    if c.autoencoder_run is None:
-        raise ConfigError(
-            "model.autoencoder_run is missing: a CALM language model learns to predict the latents of a trained "
-            "autoencoder; train one ('ncp-jax train' with a config whose model is an AutoencoderConfig) and give its "
-            "run directory"
-        )
-    stored = read_json(Path(c.autoencoder_run) / "config.json")
-    if stored is None:
-        raise ConfigError(
-            f"model.autoencoder_run {c.autoencoder_run} has no config.json; is it a run directory made by "
-            "'ncp-jax train'? Train an autoencoder first, or correct the path"
-        )
-    theirs, expected = stored["config"]["model"], to_dict(c.autoencoder)
-    changes = [f"model.autoencoder.{line}" for line in differences(_shape(expected), _shape(theirs))]
-    if changes:
-        raise ConfigError(
-            f"model.autoencoder is not the one that {c.autoencoder_run} trained (ours -> theirs): "
-            f"{'; '.join(changes)}; copy its model config"
-        )
-    return weights_of(InitFrom(c.autoencoder_run, "best"), like, ours)[0]
+    def __init__(self, config: CalmConfig):
+        self.config = config
+
+    def check(self) -> None:
+        """Raise ConfigError where there is no such run, or it trained another autoencoder than the config describes."""
+        c = self.config
+        if c.autoencoder_run is None:
+            raise ConfigError(
+                "model.autoencoder_run is missing: a CALM language model learns to predict the latents of a trained "
+                "autoencoder; train one ('ncp-jax train' with a config whose model is an AutoencoderConfig) and give "
+                "its run directory"
+            )
+        stored = read_json(Path(c.autoencoder_run) / "config.json")
+        if stored is None:
+            raise ConfigError(
+                f"model.autoencoder_run {c.autoencoder_run} has no config.json; is it a run directory made by "
+                "'ncp-jax train'? Train an autoencoder first, or correct the path"
+            )
+        theirs, expected = stored["config"]["model"], to_dict(c.autoencoder)
+        if theirs["kind"] != expected["kind"]:
+            raise ConfigError(
+                f"model.autoencoder_run {c.autoencoder_run} holds a '{theirs['kind']}', not an autoencoder; give the "
+                "run directory of one"
+            )
+        changes = [f"model.autoencoder.{line}" for line in differences(_shape(expected), _shape(theirs))]
+        if changes:
+            raise ConfigError(
+                f"model.autoencoder is not the one that {c.autoencoder_run} trained (ours -> theirs): "
+                f"{'; '.join(changes)}; copy its model config"
+            )
+        self._choose()
+
+    def load(self, like: Params, run: Path) -> Params:
+        """What the autoencoder learnt. Raises as `check`, and ConfigError where its tokenizer is not that of `run`."""
+        self.check()
+        return weights_of(self._source(), like, run, NAME)[0]
+
+    def _choose(self) -> None:
+        source = self._source()
+        choose_step(CheckpointStore(f"{source.run}/checkpoints"), source.step, source.run, NAME)
+
+    def _source(self) -> InitFrom:
+        assert self.config.autoencoder_run is not None
+        return InitFrom(self.config.autoencoder_run, "best")
 
 
 def _shape(values: dict) -> dict:
@@ -161,6 +185,7 @@ def llama_task(c: LlamaConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
     return Task(
         name="llama", chunk=1, vocab=c.vocab, coefficients={"ntp": 1.0} | ({"z": c.z_loss} if c.z_loss else {}),
         init=init, weights=weights, loss=loss, forward=forward,
+        parameters=flops.llama_parameter_count(c),
         flops_per_token=flops.llama_training_flops_per_token(c, sequence), flops_convention=flops.CONVENTION,
         leaf_rules=CALM_RULES,
     )  # fmt: skip

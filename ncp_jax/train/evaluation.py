@@ -26,15 +26,16 @@ class HeldOut:
 
     def __init__(
         self, config: DataConfig, *, split: str, batch: int, rows: int | None, chunk: int, vocab: int,
-        slice_of_rows: tuple[int, int] = (0, 1),
+        ends: bool = False, slice_of_rows: tuple[int, int] = (0, 1),
     ):  # fmt: skip
-        """`batch`: rows over all processes; `slice_of_rows`: which (index, count) of equal slices is this process's."""
+        """`batch`: rows over all processes; `slice_of_rows`: which (index, count) of equal slices is this process's;
+        `ends`: see data/pipeline.py."""
         self._parts = {}
         index, count = slice_of_rows
         for source in config.mixture:
             store = TokenStore.open(f"{source.path.rstrip('/')}/{split}")
             batches = evaluation_batches(
-                store, config, batch=batch, chunk=chunk, limit=rows, vocab=vocab,
+                store, config, batch=batch, chunk=chunk, limit=rows, vocab=vocab, ends=ends,
                 process_index=index, process_count=count,
             )  # fmt: skip
             self._parts[source.path] = (batches, store.token_bytes)
@@ -52,7 +53,8 @@ def evaluate(
     eval_step: Callable, params: Any, frozen: Any, held_out: HeldOut, mesh: Mesh,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:  # fmt: skip
-    """Mean of each term, `bits_per_byte`, `scored_tokens` and `bytes`; several sources also one by one.
+    """Mean of each term (`loss/TERM`, or its own name if it has a slash), `bits_per_byte`, `scored_tokens` and `bytes`;
+    bits per byte of several sources also one by one.
 
     Raises Interrupted as soon as `stop()` holds.
     """
@@ -75,7 +77,8 @@ def evaluate(
             total[key] += value
     for key in [key for key in total if key.startswith("sum/")]:
         term = key.removeprefix("sum/")
-        found[f"loss/{term}"] = total[key] / max(total[f"weight/{term}"], 1.0)
+        name = term if "/" in term else f"loss/{term}"
+        found[name] = total[key] / max(total[f"weight/{term}"], 1.0)
     if "sum/ntp" in total:
         found["bits_per_byte"] = bits_per_byte(total["sum/ntp"], total["bytes"])
         found["scored_tokens"] = total["weight/ntp"]

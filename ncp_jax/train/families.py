@@ -1,28 +1,46 @@
 """From a model config to its Task: one builder per family."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.models import flops
+from ncp_jax.models.calm.autoencoder import Autoencoder
+from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig
+from ncp_jax.models.calm.model import Calm
+from ncp_jax.models.llama import Llama, LlamaConfig
 from ncp_jax.models.ncp import losses
 from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.ncp.diagnostics import statistics
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.models.olmo3 import Olmo3, Olmo3Config
+from ncp_jax.nn.backbone import Backbone
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
+from ncp_jax.train.calm_families import autoencoder_task, calm_task, llama_task
+from ncp_jax.train.run_config import ModelConfig
 from ncp_jax.train.task import Batch, Task
 
 
-def build_model(config: NCPConfig | Olmo3Config, dtype: Any = jnp.float32) -> NCP | Olmo3:
-    """The Flax module of a model config, computing in `dtype`."""
-    return NCP(config, dtype) if isinstance(config, NCPConfig) else Olmo3(config, dtype)
+def build_model(config: ModelConfig, dtype: Any = jnp.float32, platform: str | None = None) -> Any:
+    """The Flax module of a model config, computing in `dtype`; `platform` as in build_task."""
+    return _FAMILIES[type(config)][0](_on(platform, config), dtype)
 
 
-def build_task(config: NCPConfig | Olmo3Config, sequence: int, dtype: Any = jnp.float32) -> Task:
-    """The Task of a model config for rows of `sequence` tokens, computing in `dtype`."""
-    return _ncp(config, sequence, dtype) if isinstance(config, NCPConfig) else _olmo3(config, sequence, dtype)
+def build_task(config: ModelConfig, sequence: int, dtype: Any = jnp.float32, platform: str | None = None) -> Task:
+    """The Task of a model config for rows of `sequence` tokens, computing in `dtype`.
+
+    `platform` (tpu, gpu, cpu) is where it will run, be it compiled there or not: kernels are chosen for it. None: for
+    any, so without kernels. Raises ConfigError for a kernel that the platform does not have.
+    """
+    return _FAMILIES[type(config)][1](_on(platform, config), sequence, dtype)
+
+
+def _on(platform: str | None, config: Any) -> Any:
+    backbone = getattr(config, "backbone", None)
+    return dataclasses.replace(config, backbone=backbone.on(platform)) if isinstance(backbone, Backbone) else config
 
 
 def _ncp(c: NCPConfig, sequence: int, dtype: Any) -> Task:
@@ -80,6 +98,15 @@ def _language_model(model, c, sequence: int, **parts) -> Task:
 
     count = flops.training_flops_per_token(c, sequence, convention="visible")
     return Task(
-        vocab=c.vocab, init=init, forward=forward,
+        vocab=c.vocab, init=init, forward=forward, parameters=flops.parameter_count(c),
         flops_per_token=count, flops_convention=flops.CONVENTIONS["visible"], **parts,
     )  # fmt: skip
+
+
+_FAMILIES: dict[type, tuple[Callable[..., Any], Callable[..., Task]]] = {
+    NCPConfig: (NCP, _ncp),
+    Olmo3Config: (Olmo3, _olmo3),
+    AutoencoderConfig: (Autoencoder, autoencoder_task),
+    CalmConfig: (Calm, calm_task),
+    LlamaConfig: (Llama, llama_task),
+}

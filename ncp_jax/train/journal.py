@@ -46,10 +46,11 @@ class Journal:
         """Log and show an evaluation."""
         self._directory.log(self._record("eval", step) | found | {"best": best})
         parts = [f"step {step:>{len(str(self._config.total_steps))}} held out"]
-        parts += [f"{name} {value:.4f}" for name, value in found.items() if name.startswith("loss/")]
+        shown = [name for kind in ("loss", "tokens/", "chunks/") for name in found if name.startswith(kind)]
+        parts += [f"{name} {found[name]:.4f}" for name in shown]
         if "bits_per_byte" in found:
-            parts.append(f"{found['bits_per_byte']:.4f} bits/byte{' (best)' if best else ''}")
-        self._say(" | ".join(parts))
+            parts.append(f"{found['bits_per_byte']:.4f} bits/byte")
+        self._say(" | ".join(parts) + (" (best)" if best else ""))
 
     def saved(self, step: int, number: int | None) -> None:
         """Show that a run was saved because of a signal, here or at another process."""

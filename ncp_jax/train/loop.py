@@ -18,18 +18,17 @@ from jax.experimental import multihost_utils
 from ncp_jax.config import identity
 from ncp_jax.data.pipeline import train_batches
 from ncp_jax.data.store import TokenStore, read_file
-from ncp_jax.optim.build import build
-from ncp_jax.optim.leaves import leaf_table
-from ncp_jax.parallel.mesh import check_rows, check_sequence, make_mesh, replicated, row_slice
-from ncp_jax.parallel.rules import activation_rules, unboxed
+from ncp_jax.parallel.mesh import make_mesh, row_slice
+from ncp_jax.parallel.rules import activation_rules
 from ncp_jax.train.evaluation import HeldOut, Interrupted, evaluate, to_device, with_bytes
 from ncp_jax.train.families import build_task
 from ncp_jax.train.journal import Journal, complaint
+from ncp_jax.train.program import make_program
 from ncp_jax.train.run_config import RunConfig
 from ncp_jax.train.rundir import RunDirectory
 from ncp_jax.train.start import Saves
-from ncp_jax.train.step import Guard, TrainState, abstract_params, abstract_state, make_eval_step, make_train_step
-from ncp_jax.train.task import Task
+from ncp_jax.train.step import TrainState
+from ncp_jax.train.task import Task, criterion
 from ncp_jax.train.throughput import Clock
 
 # A run that skips this many steps one after another does not recover: it only burns time.
@@ -63,7 +62,9 @@ def train(
         devices: by default all.
     Raises ConfigError (and its kin) before any device step, BadStep, CheckpointError.
     """
-    task = task or build_task(config.model, config.data.sequence, compute_dtype(config.train.precision))
+    task = task or build_task(
+        config.model, config.data.sequence, compute_dtype(config.train.precision), jax.default_backend()
+    )
     trainer = Trainer(config, task, say, devices)
     with trainer.directory.locked():
         return trainer.run()
@@ -81,30 +82,22 @@ class Trainer:
     ):
         """Check everything that can be checked without a device step. Writes nothing."""
         self.config, self.task, self.total = config, task, config.total_steps
+        self.criterion = criterion(task)
         self.leader = jax.process_index() == 0
         self.say = say if self.leader else lambda line: None
         self.directory = RunDirectory(config.directory, writes=self.leader)
         self.directory.check_config(config)
         self.mesh = make_mesh(config.mesh, devices)
-        check_rows(config.train.batch, self.mesh, micro_batches=config.train.micro_batches)
-        check_rows(config.evaluation_batch, self.mesh, name="evaluation.batch")
-        check_sequence(config.data.sequence, task.chunk, self.mesh)
+        program = make_program(config, task, self.mesh)
+        self.leaves, self.tx, self.like = program.leaves, program.tx, program.like
+        self.train_step, self.eval_step = program.train_step, program.eval_step
         self.tokens = TokenStore.open(config.data.mixture[0].store)
         self.held_out = HeldOut(
             config.data, split=config.evaluation.split, batch=config.evaluation_batch, rows=config.evaluation.rows,
-            chunk=task.chunk, vocab=task.vocab, slice_of_rows=row_slice(self.mesh),
+            chunk=task.chunk, vocab=task.vocab, ends=task.reads_ends, slice_of_rows=row_slice(self.mesh),
         )  # fmt: skip
-        params = unboxed(abstract_params(task)[0])
-        self.leaves = leaf_table(params, task.leaf_rules, config.optim)
-        self.tx = build(config.optim, self.leaves, params, self.total, config.tokens_per_step)
-        self.like = abstract_state(task, self.tx, self.mesh)
-        guard = Guard(config.train.on_bad_step == "skip", config.train.gradient_ceiling)
-        step = make_train_step(task, self.tx, config.train.micro_batches, guard, self.leaves)
-        same, whole = jax.tree.map(lambda a: a.sharding, self.like[0]), replicated(self.mesh)
-        self.train_step = jax.jit(step, donate_argnums=0, static_argnames="diagnose", out_shardings=(same, whole))
-        self.eval_step = jax.jit(make_eval_step(task), out_shardings=whole)
         self.saves = Saves(self.directory, config)
-        self.saves.check_source()
+        self.saves.check_source(task)
         self.stop_signal: int | None = None
         self.skips = 0
 
@@ -132,7 +125,7 @@ class Trainer:
         config, (index, count) = self.config, row_slice(self.mesh)
         return train_batches(
             config.data, vocab=self.task.vocab, chunk=self.task.chunk, global_batch=config.train.batch,
-            start_step=step, process_index=index, process_count=count,
+            start_step=step, ends=self.task.reads_ends, process_index=index, process_count=count,
         )  # fmt: skip
 
     def _write_config(self) -> None:
@@ -212,16 +205,18 @@ class Trainer:
         return due and self.progress.evaluated_step != step
 
     def _evaluate(self, state: TrainState) -> bool:
-        """Log an evaluation; True if bits per byte are the lowest so far. A signal cuts it short: no result."""
+        """Log an evaluation; True if it is the best so far. A signal cuts it short: no result."""
         progress = self.progress
         try:
             found = evaluate(self.eval_step, state.params, self.frozen, self.held_out, self.mesh, self._stopped_alone)
         except Interrupted:
             return False
-        value = found.get("bits_per_byte")
-        best = value is not None and (progress.best_bits_per_byte is None or value < progress.best_bits_per_byte)
+        if self.criterion == "loss":
+            found["loss"] = sum(factor * found[f"loss/{term}"] for term, factor in self.task.coefficients.items())
+        value = found[self.criterion]
+        best = progress.best is None or value < progress.best
         if best:
-            progress.best_bits_per_byte, progress.best_step = value, progress.step
+            progress.best, progress.best_step = value, progress.step
         progress.evaluation, progress.evaluated_step = found, progress.step
         self.journal.evaluation(progress.step, found, best)
         return best
@@ -260,7 +255,8 @@ class Trainer:
         return {
             "name": config.name, "identity": identity(config), "task": self.task.name,
             "finished": progress.step == self.total, "step": progress.step, "tokens": tokens,
-            "best_bits_per_byte": progress.best_bits_per_byte, "best_step": progress.best_step, **progress.evaluation,
+            "criterion": self.criterion, f"best_{self.criterion}": progress.best, "best_step": progress.best_step,
+            **progress.evaluation,
             "parameters": sum(table.values()), "non_embedding_parameters": sum(table.values()) - outer,
             "flops_per_token": self.task.flops_per_token, "flops_convention": self.task.flops_convention,
             "seconds": progress.seconds, "tokens_per_second": tokens / max(progress.seconds, 1e-9),

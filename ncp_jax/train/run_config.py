@@ -7,12 +7,14 @@ from pydantic import Discriminator
 from ncp_jax.checkpoint.config import CheckpointConfig
 from ncp_jax.config import ConfigError, frozen
 from ncp_jax.data.config import DataConfig, check_chunk
+from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig
+from ncp_jax.models.llama import LlamaConfig
 from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.optim.config import OptimConfig
 from ncp_jax.parallel.mesh import MeshConfig
 
-ModelConfig = Annotated[NCPConfig | Olmo3Config, Discriminator("kind")]
+ModelConfig = Annotated[NCPConfig | Olmo3Config | AutoencoderConfig | CalmConfig | LlamaConfig, Discriminator("kind")]
 
 
 @frozen
@@ -47,13 +49,13 @@ class TrainConfig:
 
 @frozen
 class EvaluationConfig:
-    """Loss and bits per byte on held-out documents, during training and at its end."""
+    """Losses on held-out documents, during training and at its end."""
 
     every: int | None = None  # steps; the end is always evaluated
     batch: int | None = None  # rows; None: the training batch
     rows: int | None = None  # None: all
     split: str = "val"
-    keep_best: bool = True  # save a checkpoint whenever bits per byte reach a new low
+    keep_best: bool = True  # save a checkpoint whenever bits per byte, or else the loss, reach a new low
 
 
 @frozen

@@ -28,7 +28,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
-    best_bits_per_byte: float | None = None
+    best: float | None = None  # of the Task's criterion
     best_step: int | None = None
     evaluation: dict = field(default_factory=dict)  # the newest
     evaluated_step: int | None = None
@@ -55,10 +55,14 @@ class Saves:
             timeout_seconds=c.timeout_seconds,
         )  # fmt: skip
 
-    def check_source(self) -> None:
+    def check_source(self, task: Task) -> None:
         """Raise ConfigError if this run is to begin from a checkpoint that is not there."""
-        if self._config.init_from is not None and self.store.latest() is None:
+        if self.store.latest() is not None:
+            return
+        if self._config.init_from is not None:
             _source(self._config.init_from)
+        if task.source is not None:
+            task.source.check()
 
     def save(self, state: TrainState, progress: Progress, best: bool = False) -> None:
         """Save, or mark a saved step as the best. Returns when the state may be donated."""
@@ -78,9 +82,11 @@ class Saves:
         state, frozen = init_state(task, tx, seed, like)
         origin = f"initial values (seed {seed})"
         if source is not None:
-            params, number = weights_of(source, like[0].params, self._directory)
+            params, number = weights_of(source, like[0].params, self._directory.path)
             state = TrainState(state.step, params, state.opt_state, state.key)
             origin = f"the weights of {source.run}, step {number}"
+        if task.source is not None:
+            frozen = task.source.load(like[1], self._directory.path)
         frozen = self._keep_frozen(frozen, like[1])
         return Start(state, frozen, Progress(frozen=_hash(frozen)), origin)
 
@@ -101,24 +107,25 @@ class Saves:
         """Frozen parameters as the run first had them."""
         if frozen is None:
             return None
-        with CheckpointStore(str(self._directory.frozen), keep=1, asynchronous=False, best=False) as store:
-            if FROZEN_STEP in store.steps():
-                return store.restore(FROZEN_STEP, like)
-            store.save(FROZEN_STEP, frozen, {"config": to_dict(self._config)})
+        store = CheckpointStore(str(self._directory.frozen))
+        if FROZEN_STEP in store.steps():
+            return store.restore(FROZEN_STEP, like)
+        save_frozen(self._directory.frozen, frozen, self._config)
         return frozen
 
 
-def weights_of(source: InitFrom, like: Params, ours: RunDirectory) -> tuple[Params, int]:
-    """Parameters of another run, on the shardings of `like`, and their step.
+def weights_of(source: InitFrom, like: Params, ours: Path, name: str = "init_from.run") -> tuple[Params, int]:
+    """Parameters of another run, on the shardings of `like`, and their step. `ours`: the run that wants them; `name`:
+    the field that asked.
 
     Raises ConfigError where both tokenizers are known and differ, CheckpointMismatch for parameters of other shapes.
     """
-    store, step = _source(source)
-    tokenizers = [path / "tokenizer.json" for path in (Path(source.run), ours.path)]
+    store, step = _source(source, name)
+    tokenizers = [path / "tokenizer.json" for path in (Path(source.run), ours)]
     if all(path.exists() for path in tokenizers) and len({path.read_bytes() for path in tokenizers}) > 1:
         raise ConfigError(
-            f"init_from.run {source.run} was trained with another tokenizer than this run's data; its embeddings mean "
-            f"other text. Prepare the data with {tokenizers[0]}"
+            f"{name} {source.run} was trained with another tokenizer than this run's data; its embeddings mean other "
+            f"text. Prepare the data with {tokenizers[0]}"
         )
     return store.restore_subtree(step, ["train/params"], {"train": {"params": like}})["train"]["params"], step
 
@@ -144,9 +151,17 @@ def load_frozen(directory: Path, like: Params) -> Params:
     return None if like is None else CheckpointStore(str(directory)).restore(FROZEN_STEP, like)
 
 
-def _source(source: InitFrom) -> tuple[CheckpointStore, int]:
+def save_frozen(directory: Path, frozen: Params, config: RunConfig) -> str | None:
+    """Write frozen parameters to RUN/frozen, if there are any; the hash by which Progress names them."""
+    if frozen is not None:
+        with CheckpointStore(str(directory), keep=1, asynchronous=False, best=False) as store:
+            store.save(FROZEN_STEP, frozen, {"config": to_dict(config)})
+    return _hash(frozen)
+
+
+def _source(source: InitFrom, name: str = "init_from.run") -> tuple[CheckpointStore, int]:
     store = CheckpointStore(f"{source.run}/checkpoints")
-    return store, choose_step(store, source.step, source.run, "init_from.run")
+    return store, choose_step(store, source.step, source.run, name)
 
 
 def _hash(frozen: Any) -> str | None:

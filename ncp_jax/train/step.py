@@ -118,8 +118,13 @@ def make_train_step(
 def make_eval_step(task: Task) -> Callable[[Params, Params, Batch], tuple[Sums, Sums, Array]]:
     """The evaluation function, not jitted: (sums, weights, text bytes) of one batch."""
 
+    def as_in_training(params: Params, frozen: Params, batch: Batch) -> tuple[Sums, Sums]:
+        return task.loss(params, frozen, batch, jax.random.key(0)), task.weights(batch)
+
+    held_out = task.held_out or as_in_training
+
     def eval_step(params: Params, frozen: Params, batch: Batch) -> tuple[Sums, Sums, Array]:
-        return task.loss(params, frozen, batch, jax.random.key(0)), task.weights(batch), batch["bytes"].sum()
+        return *held_out(params, frozen, batch), batch["bytes"].sum()
 
     return eval_step
 

@@ -71,7 +71,7 @@ def test_training_loss_and_gradients(given, which, rate):
         jnp.asarray(golden[f"{which}_latent_keep"] > 0).reshape(*shape, c.latent),
     )
     np.testing.assert_array_equal(
-        np.where(noise.keep_BMk, found.tokens_BMk, reconstruction.MASK).reshape(-1, c.chunk),
+        np.where(noise.keep_BMk, found.tokens_BMk, c.mask).reshape(-1, c.chunk),
         golden[f"{which}_masked_ids"],
     )
 

@@ -17,15 +17,15 @@ def stream(tokens, real=None):
 
 
 def packed(documents, length, k):
-    """A row as data/packing.py makes it: tokens without the end-of-text token, which is the last target."""
+    """A row as data/packing.py makes it for families that read their end-of-text tokens."""
     tokens, targets, segments, positions = (np.zeros((1, length), np.int32) for _ in range(4))
     place = 0
     for number, ids in enumerate(documents, 1):
-        here = slice(place, place + len(ids))
-        tokens[0, here], targets[0, here] = ids, [*ids[1:], EOS]
+        here = slice(place, place + len(ids) + 1)
+        tokens[0, here], targets[0, here] = [*ids, EOS], [*ids[1:], EOS, 0]
         segments[0, here] = number
         positions[0, place:] = np.arange(length - place)
-        place += -(-len(ids) // k) * k
+        place += (len(ids) // k + 1) * k
     real = segments > 0
     named = {"tokens": tokens, "targets": targets, "real": real, "scored": real, "segments": segments}
     return {name: jnp.asarray(value) for name, value in (named | {"positions": positions}).items()}
@@ -46,14 +46,15 @@ def test_a_stream_that_ends_within_a_chunk(pad):
 
 
 def test_documents_end_with_their_token_and_pads():
-    batch = packed([[1, 2, 3, 4, 5], [6, 6], [8, 8, 8, 8]], 16, 4)
+    batch = packed([[1, 2, 3, 4, 5], [6, 6], [8, 8, 8, 8]], 20, 4)
     found = chunks(batch, 4, PAD)
     np.testing.assert_array_equal(
-        found.tokens_BMk[0], [[1, 2, 3, 4], [5, EOS, PAD, PAD], [6, 6, EOS, PAD], [8, 8, 8, 8]]
+        found.tokens_BMk[0],
+        [[1, 2, 3, 4], [5, EOS, PAD, PAD], [6, 6, EOS, PAD], [8, 8, 8, 8], [EOS, PAD, PAD, PAD]],
     )
-    np.testing.assert_array_equal(found.segments_BM, [[1, 1, 2, 3]])
-    np.testing.assert_array_equal(found.positions_BM, [[0, 1, 0, 0]])
-    np.testing.assert_array_equal(found.pairs_BP, [[True, False, False]])
+    np.testing.assert_array_equal(found.segments_BM, [[1, 1, 2, 3, 3]])
+    np.testing.assert_array_equal(found.positions_BM, [[0, 1, 0, 0, 1]])
+    np.testing.assert_array_equal(found.pairs_BP, [[True, False, False, True]])
     np.testing.assert_array_equal(found.real_BMk[0, 1], [True, True, False, False])
 
 

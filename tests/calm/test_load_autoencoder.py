@@ -10,8 +10,7 @@ from test_calm_tasks import AE, CONFIGS, started
 
 from ncp_jax.checkpoint.store import CheckpointStore
 from ncp_jax.config import ConfigError, to_dict
-from ncp_jax.train.calm_families import load_autoencoder
-from ncp_jax.train.rundir import RunDirectory
+from ncp_jax.train.calm_families import AutoencoderRun
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def ours(tmp_path):
-    return RunDirectory(tmp_path)
+    return tmp_path
 
 
 def language_model(run=None, **changes):
@@ -38,25 +37,25 @@ def language_model(run=None, **changes):
 def test_values_come_from_the_run(run, ours):
     like = jax.eval_shape(lambda: started("calm_energy")[1])
     # dropout is a matter of its training alone
-    found = load_autoencoder(language_model(run, latent_dropout=0.5), like, ours)
+    found = AutoencoderRun(language_model(run, latent_dropout=0.5)).load(like, ours)
     jax.tree.map(np.testing.assert_array_equal, found, started("autoencoder")[0])
 
 
 def test_absent_runs(ours, tmp_path):
     with pytest.raises(ConfigError, match=r"autoencoder_run is missing: .* train one"):
-        load_autoencoder(language_model(), None, ours)
+        AutoencoderRun(language_model()).load(None, ours)
     with pytest.raises(ConfigError, match=r"has no config\.json; .* Train an autoencoder first"):
-        load_autoencoder(language_model(tmp_path / "nowhere"), None, ours)
+        AutoencoderRun(language_model(tmp_path / "nowhere")).load(None, ours)
 
 
 def test_another_chunk_size_is_named(run, ours):
     with pytest.raises(
         ConfigError, match=r"model\.autoencoder\.chunk: 4 -> 2; model\.autoencoder\.latent: 8 -> 6; copy"
     ):
-        load_autoencoder(language_model(run, chunk=4, latent=8), None, ours)
+        AutoencoderRun(language_model(run, chunk=4, latent=8)).load(None, ours)
 
 
 def test_another_tokenizer(run, ours):
-    (ours.path / "tokenizer.json").write_text('{"other": 1}')
+    (ours / "tokenizer.json").write_text('{"other": 1}')
     with pytest.raises(ConfigError, match="trained with another tokenizer"):
-        load_autoencoder(language_model(run), None, ours)
+        AutoencoderRun(language_model(run)).load(None, ours)

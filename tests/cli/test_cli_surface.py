@@ -18,12 +18,21 @@ SURFACE = {
     "data inspect": ["--sample", "--verify", "DIR"],
     "train": ["--dry-run", "CONFIG", "KEY=VALUE"],
     "sample": [
-        "--history", "--min-p", "--seed", "--step", "--stop", "--temperature", "--tokens", "--top-k", "--top-p",
-        "PROMPT", "RUN",
+        "--candidates", "--history", "--max-draws", "--method", "--min-p", "--partial", "--seed", "--step", "--stop",
+        "--temperature", "--tokens", "--top-k", "--top-p", "PROMPT", "RUN",
     ],
     "convert import": ["--allow-unused-ids", "--dtype", "--ignore-field", "--tokenizer", "HF_DIR", "RUN_DIR"],
     "convert export": ["--dtype", "--format", "--step", "HF_DIR", "RUN_DIR"],
     "convert inspect": ["--ignore-field", "DIR"],
+    "brierlm": [
+        "--batch", "--block", "--estimator", "--packing", "--rows", "--samples", "--seed", "--starts", "--step",
+        "--text", "--text-key", "RUN",
+    ],
+    "plan": [
+        "--analytic", "--json", "--mesh", "--rows-per-chip", "--search", "--slices", "--topology", "CONFIG",
+        "KEY=VALUE",
+    ],
+    "bench": ["--json", "--steps", "--vs", "CONFIG", "KEY=VALUE"],
     "report": ["--out", "RUN"],
     "yardsticks": ["run"],
 }  # fmt: skip

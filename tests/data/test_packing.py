@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ncp_jax.data import packing
-from ncp_jax.data.packing import ConcatRows, DocumentRows, assemble, cached_plan, plan_documents
+from ncp_jax.data.packing import ConcatRows, DocumentRows, OfficialRows, assemble, cached_plan, plan_documents
 from ncp_jax.data.store import TokenStore
 
 
@@ -41,6 +41,18 @@ def test_plan_laws(lengths, chunks, k, seed):
         assert place[-1] + padded[-1] <= sequence
         documents = np.searchsorted(offsets, plan.start[first:last], side="right")
         assert (plan.start[first:last] + length <= offsets[documents] - 1).all()  # the EOS is never an input
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(0, 90), max_size=40), chunks=st.integers(1, 9), k=st.integers(1, 5))
+def test_plans_with_ends_hold_every_token_once(lengths, chunks, k):
+    offsets = offsets_of(lengths)
+    plan = plan_documents(offsets, chunks * k, k, 0, ends=True)
+    inputs = [np.zeros(0, np.int64), *map(np.arange, plan.start, plan.start + plan.length)]
+    assert np.array_equal(np.sort(np.concatenate(inputs)), np.arange(offsets[-1]))
+    ends = np.isin(plan.start + plan.length, offsets[1:])
+    assert (plan.ids == plan.length + ~ends).all()  # only what ends a document has no target
+    assert (plan.place % k == 0).all()
 
 
 def test_plan_depends_on_the_seed_and_nothing_else():
@@ -82,6 +94,45 @@ def test_documents_batch_by_hand(make_store):
     assert dtypes == {"tokens": "int32", "targets": "int32", "real": "bool", "scored": "bool"} | dict.fromkeys(
         ("segments", "positions"), "int32"
     )
+
+
+def test_documents_with_ends_by_hand(make_store):
+    store = make_store([3, 4])
+    rows = DocumentRows(store, 8, 2, 0, ends=True)
+    batch = assemble([(store, rows.pieces(row)) for row in range(len(rows))], 8, documents=True, vocab=100)
+    found = {tuple(row.tolist()): number for number, row in enumerate(batch["tokens"])}
+    assert set(found) == {(4, 5, 6, 7, 0, 0, 0, 0), (1, 2, 3, 0, 0, 0, 0, 0)}
+    row = found[4, 5, 6, 7, 0, 0, 0, 0]
+    assert batch["real"][row].tolist() == [True] * 5 + [False] * 3
+    assert batch["scored"][row].tolist() == [True] * 4 + [False] * 4
+    assert batch["targets"][row].tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
+
+
+def test_a_stream_without_ends_by_hand(make_store):
+    store = make_store([3, 0, 4, 2])  # 1 2 3 0 | 0 | 4 5 6 7 0 | 8 9 0
+    rows = OfficialRows(store, 4)
+    batch = assemble([(store, rows.pieces(row)) for row in range(len(rows))], 4, documents=False, vocab=100)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert batch["targets"].tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
+    assert batch["real"].all()
+    assert batch["scored"].all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12), sequence=st.integers(1, 16))
+def test_a_stream_without_ends_is_the_stream(lengths, sequence):
+    class Store:
+        offsets = offsets_of(lengths)
+
+    rows, ids = OfficialRows(Store(), sequence), []
+    for row in range(len(rows)):
+        pieces = rows.pieces(row)
+        assert [piece.follows for piece in pieces] == [False] + [True] * (len(pieces) - 1)
+        assert sum(piece.ids for piece in pieces) == sum(piece.length for piece in pieces) + 1
+        ids += [piece.start + i for piece in pieces for i in range(piece.length)]
+    texts = [np.arange(a, b - 1) for a, b in zip(Store.offsets, Store.offsets[1:], strict=False)]
+    stream = np.concatenate([np.zeros(0, int), *texts])
+    assert ids == stream[:-1].tolist()
 
 
 def test_concat_batch_by_hand(make_store):

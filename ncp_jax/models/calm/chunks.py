@@ -36,17 +36,12 @@ class Chunks(NamedTuple):
 def chunks(batch: Mapping[str, Array], k: int, pad: int | None) -> Chunks:
     """The chunks of a batch of rows (keys: train/task.py).
 
-    Streams (`concat` packing): chunks straddle documents, as in the official runs; a chunk counts if all of it is real.
-    Packed documents: the end-of-text token, which rows carry as a target alone, is put where a document leaves room
-    for it, and `pad` fills up its last chunk; without a pad id, chunks that are not full do not count.
+    Streams: chunks straddle documents, as in the official runs; a chunk counts if all of it is real.
+    Packed documents: `pad` fills up a document's last chunk, whose end-of-text token is one of the row's tokens (the
+    family reads its ends, train/task.py); without a pad id, chunks that are not full do not count.
     """
-    tokens_BT, real_BT = batch["tokens"], batch["real"]
+    tokens_BT, real_BT, packed = batch["tokens"], batch["real"], "segments" in batch
     segments_BT = batch.get("segments", real_BT.astype(jnp.int32))
-    if packed := "segments" in batch:
-        ends_BT = _after(real_BT) & ~real_BT
-        tokens_BT = jnp.where(ends_BT, _after(batch["targets"]), tokens_BT)
-        segments_BT = jnp.where(ends_BT, _after(segments_BT), segments_BT)
-        real_BT = real_BT | ends_BT
     if pad is not None:
         tokens_BT = jnp.where(real_BT, tokens_BT, pad)
     tokens_BMk, real_BMk, segments_BMk = (a.reshape(len(a), -1, k) for a in (tokens_BT, real_BT, segments_BT))
@@ -54,8 +49,3 @@ def chunks(batch: Mapping[str, Array], k: int, pad: int | None) -> Chunks:
     segments_BM = jnp.where(whole_BM, segments_BMk[:, :, 0], 0)
     positions_BM = chunk_positions(batch["positions"], k) if packed else None
     return Chunks(tokens_BMk, real_BMk, segments_BM, positions_BM)
-
-
-def _after(x_BT: Array) -> Array:
-    """Each place's left neighbour; 0 at the start."""
-    return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))

@@ -24,7 +24,8 @@ class AutoencoderConfig:
     latent: int = 128  # l; the paper takes 32 K
     encoder_layers: int = 2  # half of them before the K tokens are joined, half after
     decoder_layers: int = 2
-    token_dropout: float = 0.15  # input tokens replaced by id 0, in training
+    token_dropout: float = 0.15  # input tokens replaced by `mask`, in training
+    mask: int = 0  # official: ids times 0, which is "!" in Llama 3's vocabulary; ours may end a text with 0
     latent_dropout: float = 0.15
     kl_weight: float = 1e-3
     kl_floor: float = 0.5  # nats per dimension and chunk below which the KL pulls no more; 0: plain KL
@@ -49,8 +50,10 @@ class AutoencoderConfig:
         for name in ("chunk", "latent"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} must be at least 1, got {getattr(self, name)}")
-        if self.pad is not None and not 0 <= self.pad < self.vocab:
-            raise ConfigError(f"model.pad {self.pad} is no id of a vocabulary of {self.vocab}")
+        for name in ("pad", "mask"):
+            index = getattr(self, name)
+            if index is not None and not 0 <= index < self.vocab:
+                raise ConfigError(f"model.{name} {index} is no id of a vocabulary of {self.vocab}")
 
 
 # It stands before its users: a default EnergyHead() is built while this file is still being read.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ncp_jax.models.calm.autoencoder import Autoencoder, Posterior
 from ncp_jax.models.calm.call import call
@@ -21,7 +21,7 @@ from ncp_jax.ops.cross_entropy import linear_cross_entropy
 
 Terms = dict[str, Array]
 Params = Any
-MASK = 0  # stands for a dropped token: the official code has no mask token and multiplies ids by 0
+LOGITS = 1 << 26  # numbers at one time, 256 MB
 COLLAPSED = 0.01  # nats; assumption: the paper counts collapsed dimensions without saying how
 
 
@@ -43,6 +43,12 @@ def weights(c: AutoencoderConfig, found: Chunks) -> Terms:
     return {"reconstruction": _counted_tokens(c, found).sum(), "kl": (found.segments_BM > 0).sum()}
 
 
+def counts(found: Chunks) -> Terms:
+    """Real tokens and chunks: what the statistics are means over."""
+    chunks = found.segments_BM > 0
+    return {"tokens": (chunks[:, :, None] & found.real_BMk).sum(), "chunks": chunks.sum()}
+
+
 def draw_noise(c: AutoencoderConfig, key: Array, shape: tuple[int, int]) -> Noise:
     """Noise of a training pass over [B, M] chunks."""
     B, M = shape
@@ -59,7 +65,7 @@ def draw_noise(c: AutoencoderConfig, key: Array, shape: tuple[int, int]) -> Nois
 
 def sums(c: AutoencoderConfig, model: Autoencoder, params: Params, found: Chunks, noise: Noise) -> Terms:
     """Sums of cross-entropy over tokens and of floored KL over chunks. Labels are the tokens before masking."""
-    masked_BMk = jnp.where(noise.keep_BMk, found.tokens_BMk, MASK)
+    masked_BMk = jnp.where(noise.keep_BMk, found.tokens_BMk, c.mask)
     posterior = call(model, params, "encode", masked_BMk)
     z_BMl = posterior.sample(noise.normal_BMl) if c.posterior == "sampled" else posterior.mean
     z_BMl = jnp.where(noise.keep_BMl, z_BMl / (1 - c.latent_dropout), 0)
@@ -90,7 +96,7 @@ def statistics(
     counted_BM, counted_BMk = found.segments_BM > 0, (found.segments_BM > 0)[:, :, None] & found.real_BMk
     result = {}
     for name, z_BMl in (("mean", posterior.mean), ("sample", posterior.sample(normal_BMl))):
-        guess_BMk = call(model, params, "logits", z_BMl).argmax(axis=-1)
+        guess_BMk = tokens_of(c, model, params, z_BMl)
         right_BMk = (guess_BMk == found.tokens_BMk) | ~found.real_BMk
         result[f"tokens/{name}"] = mean(right_BMk, counted_BMk)
         result[f"chunks/{name}"] = mean(right_BMk.all(axis=2), counted_BM)
@@ -103,6 +109,16 @@ def statistics(
         "dimensions/collapsed": (kl_l < COLLAPSED).sum(),
         "kl": kl_l.sum(),
     }
+
+
+def tokens_of(c: AutoencoderConfig, model: Autoencoder, params: Params, z_BMl: Array) -> Array:
+    """The likeliest token at every place, [B, M, k]. Logits exist for a few chunks at a time."""
+    B, M, _ = z_BMl.shape
+    together = max(1, min(M, LOGITS // (B * c.chunk * c.vocab)))
+    guess = lax.map(
+        lambda z_Bl: call(model, params, "logits", z_Bl).argmax(-1), z_BMl.swapaxes(0, 1), batch_size=together
+    )
+    return guess.swapaxes(0, 1)
 
 
 def mean(value: Array, counted: Array) -> Array:
