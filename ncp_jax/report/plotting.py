@@ -56,7 +56,7 @@ def draw(chart: Chart, theme: Theme) -> bytes:
         _draw_cells(figure, axes, chart, theme)
     axes.set_xlabel(chart.x_label, color=theme.ink, fontsize=10)
     axes.set_ylabel(chart.y_label, color=theme.ink, fontsize=10)
-    axes.tick_params(colors=theme.muted, labelsize=9, length=3)
+    axes.tick_params(which="both", colors=theme.muted, labelsize=9, length=3)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor=theme.paper, metadata={"Software": None})
     return buffer.getvalue()

@@ -1,36 +1,54 @@
-"""The BrierLM chart of a report: one curve per run over its training FLOPs, with standard errors."""
+"""The BrierLM charts of a report: scores of each run over its training FLOPs, with standard errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ncp_jax.report.runs import Run, number
 from ncp_jax.report.spec import Chart, Line, LineChart
 from ncp_jax.report.text import power
 
-TITLE = "BrierLM against training FLOPs"
+Pick = Callable[[dict], tuple[Any, ...]]  # a score -> (value, standard error), None where there is none
 
 
 def brierlm(runs: Sequence[Run]) -> list[Chart]:
-    """A chart if any run was scored; a score that does not exist (a component is not positive) is named, not drawn."""
+    """BrierLM, and Brier-1, which also exists where a small model leaves the geometric mean without a value."""
+    found = [
+        _chart(
+            runs, "brierlm", "BrierLM", lambda score: (score["brierlm"].get("value"), score["brierlm"].get("error"))
+        ),
+        _chart(runs, "brier-1", "Brier-1", lambda score: (_first(score, "brier_n"), _first(score, "error_n"))),
+    ]
+    return [chart for chart in found if chart]
+
+
+def _chart(runs: Sequence[Run], slug: str, name: str, pick: Pick) -> LineChart | None:
+    """A score that does not exist is named, not drawn."""
     lines, words, absent = [], [], []
     for index, run in enumerate(runs):
         points = []
         for score in run.brierlm:
-            flops, value = number(score.get("training_flops")), number(score["brierlm"].get("value"))
+            flops, (value, error) = number(score.get("training_flops")), map(number, pick(score))
             if value is None:
                 absent.append(f"{run.name} at step {score['step']}")
             elif flops:
-                points.append((flops, value, number(score["brierlm"].get("error")) or 0.0))
+                points.append((flops, value, error or 0.0))
         if points:
             x, y, errors = map(list, zip(*sorted(points), strict=True))
             lines.append(Line(x, y, run.name, index, marker=True, error=errors))
             words.append(f"{run.name}: {y[-1]:.2f} ± {errors[-1]:.2f} after {power(x[-1])} FLOPs")
     if not lines:
-        return []
+        return None
     caption = f"Bars: standard errors over {_places(runs)}. The cost of training an autoencoder is not included."
     if absent:
         caption += f" Without a score, since a component is not positive: {', '.join(absent)}."
-    alt = f"Line chart of BrierLM against training FLOPs. {'; '.join(words)}."
-    return [LineChart("brierlm", TITLE, caption, alt, "training FLOPs", "BrierLM", lines, log_x=True)]
+    title = f"{name} against training FLOPs"
+    alt = f"Line chart of {title}. {'; '.join(words)}."
+    return LineChart(slug, title, caption, alt, "training FLOPs", name, lines, log_x=True)
+
+
+def _first(score: dict, key: str) -> Any:
+    values = score.get(key)
+    return values[0] if isinstance(values, list) and values else None
 
 
 def _places(runs: Sequence[Run]) -> str:

@@ -32,6 +32,11 @@ def test_points_errors_and_scores_that_do_not_exist():
     assert "calm at step 20" in chart.caption
 
 
+def test_brier_1_is_drawn_where_brierlm_has_no_value():
+    (chart,) = brierlm([run("calm", score(10, None) | {"brier_n": [0.3, -0.1], "error_n": [0.05, 0.1]})])
+    assert (chart.slug, list(chart.lines[0].y), list(chart.lines[0].error)) == ("brier-1", [0.3], [0.05])
+
+
 def test_no_chart_without_scores():
     assert brierlm([run("a"), run("b", score(1, None))]) == []
 
