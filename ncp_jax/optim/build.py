@@ -5,18 +5,28 @@ multiplied by the learning rate of its group. Step counters live in the optimize
 restored state continues the schedule where it stopped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from ncp_jax.optim.config import OptimConfig
 from ncp_jax.optim.leaves import Leaf, LeafError
-from ncp_jax.optim.muon import at_least_f32, moonlight, newton_schulz, path_name, scale_by_muon, spectral
+from ncp_jax.optim.muon import (
+    at_least_f32,
+    leaf_by_leaf,
+    moonlight,
+    newton_schulz,
+    path_name,
+    scale_by_muon,
+    spectral,
+)
 from ncp_jax.optim.schedules import learning_rate, plan
+from ncp_jax.optim.spread import layer_parallel
 
 
 def build(
@@ -29,6 +39,7 @@ def build(
 
     Args:
         leaves: leaf_table(params_abstract, rules, config).
+        params_abstract: where its leaves carry NamedShardings, Muon can share its matrices out over their mesh.
         total_steps, tokens_per_step: length of the schedule, and what a schedule in tokens divides by.
     Raises LeafError where table and tree differ, or where a trained leaf is narrower than float32; ConfigError for a
     schedule that does not fit.
@@ -39,7 +50,7 @@ def build(
     decay = decay_weights({leaf.path: leaf.weight_decay for leaf in leaves})
     transforms = {
         "muon": lambda: optax.chain(
-            _muon(config, leaves),
+            _muon(config, leaves, params_abstract),
             decay,
             optax.scale_by_learning_rate(learning_rate(schedule, config.muon_learning_rate)),
         ),
@@ -103,15 +114,38 @@ def hold() -> optax.GradientTransformation:
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _muon(config: OptimConfig, leaves: Sequence[Leaf]) -> optax.GradientTransformation:
+def _muon(config: OptimConfig, leaves: Sequence[Leaf], params_abstract: Any) -> optax.GradientTransformation:
     dtype = jnp.bfloat16 if config.newton_schulz_dtype == "bfloat16" else None
+    rule = partial(newton_schulz, steps=config.newton_schulz_steps, dtype=dtype)
+    matrices = {leaf.path: leaf.matrix for leaf in leaves if leaf.matrix is not None}
+    shardings = _shardings(config, matrices, params_abstract)
     return scale_by_muon(
-        matrices={leaf.path: leaf.matrix for leaf in leaves if leaf.matrix is not None},
+        matrices=matrices,
         factor=moonlight if config.scale == "moonlight" else partial(spectral, scale=config.spectral_scale),
         momentum=config.momentum,
         nesterov=config.nesterov,
-        orthogonalise=partial(newton_schulz, steps=config.newton_schulz_steps, dtype=dtype),
+        directions=(
+            leaf_by_leaf(matrices, rule)
+            if shardings is None
+            else layer_parallel(matrices, shardings, config.newton_schulz_steps, dtype)
+        ),
     )
+
+
+def _shardings(config: OptimConfig, matrices: Iterable[str], params_abstract: Any) -> dict[str, NamedSharding] | None:
+    """Of the leaves made of matrices, where these are to be spread over devices; None: leaf by leaf."""
+    layout, wanted = config.newton_schulz_layout, set(matrices)
+    tree = jax.tree_util.tree_flatten_with_path(params_abstract)[0]
+    placed = {path_name(path): getattr(leaf, "sharding", None) for path, leaf in tree}
+    known = {name: s for name, s in placed.items() if name in wanted and isinstance(s, NamedSharding)}
+    if known.keys() == wanted and (layout == "layers" or any(s.mesh.size > 1 for s in known.values())):
+        return known if layout != "leaf" else None
+    if layout == "layers":
+        raise LeafError(
+            "optim.newton_schulz_layout 'layers' needs to know how parameters are split; build with "
+            "ShapeDtypeStructs that carry NamedShardings, or use 'leaf'"
+        )
+    return None
 
 
 def _check(leaves: Sequence[Leaf], params_abstract: Any) -> None:

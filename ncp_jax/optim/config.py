@@ -78,6 +78,8 @@ class OptimConfig:
     nesterov: bool = True  # Moonlight; Megatron's default, hence presumably the report's run, is off: see report()
     newton_schulz_steps: int = 5
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: a sixth of the TPU passes
+    newton_schulz_layout: Literal["auto", "leaf", "layers"] = "auto"  # layers: whole matrices spread over the devices;
+    # auto: layers on more than one device
     scale: Literal["moonlight", "spectral"] = "moonlight"  # 0.2 sqrt(max(in, out)) | spectral_scale sqrt(max(in, out))
     spectral_scale: float = 1.0  # lambda of the report's Eq. 25; undisclosed, 1 in Megatron (assumption)
     per_head_qk: bool = False  # orthogonalise each head's query and key matrix alone

@@ -6,7 +6,7 @@ Sources: Muon (github.com/KellerJordan/Muon), Moonlight (arXiv 2502.16982).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 MOONLIGHT_RMS = 0.2  # RMS of a typical AdamW update, which Moonlight matches (arXiv 2502.16982, Eq. 4)
 
 Orthogonalise = Callable[[jax.Array], jax.Array]
+Directions = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]  # all leaves by path -> orthogonalised
 
 
 @frozen
@@ -47,7 +48,7 @@ def scale_by_muon(
     factor: Callable[[int, int], float],
     momentum: float = 0.95,
     nesterov: bool = True,
-    orthogonalise: Orthogonalise | None = None,
+    directions: Directions | None = None,
 ) -> optax.GradientTransformation:
     """Gradients -> factor(fan_in, fan_out) x orthogonalised momentum, before decay and learning rate.
 
@@ -57,10 +58,10 @@ def scale_by_muon(
     Args:
         matrices: matrix axes by '/'-joined path; every leaf that arrives here needs an entry (KeyError otherwise).
         factor: length of the update by matrix shape: `moonlight` or `spectral`.
-        orthogonalise: [Z, I, O] -> [Z, I, O], each matrix alone; default `newton_schulz`. The seam for a version
-            that shards Z over devices.
+        directions: all leaves -> each matrix orthogonalised alone; default `leaf_by_leaf` with `newton_schulz`. The
+            seam for optim/spread.py, which moves matrices between devices.
     """
-    orthogonal = orthogonalise or newton_schulz
+    orthogonal = directions or leaf_by_leaf(matrices, newton_schulz)
 
     def init(params):
         return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, at_least_f32(p.dtype)), params))
@@ -69,14 +70,18 @@ def scale_by_muon(
         del params
         moments = jax.tree.map(lambda m, g: momentum * m + g.astype(m.dtype), state.momentum, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + g.astype(m.dtype), moments, updates) if nesterov else moments
-
-        def direction(path, x):
-            matrix = matrices[path_name(path)]
-            return factor(*matrix.fans(x.shape)) * on_matrices(orthogonal, x, matrix)
-
-        return jax.tree_util.tree_map_with_path(direction, ahead), MuonState(moments)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(ahead)
+        named = {path_name(path): x for path, x in leaves}
+        found = orthogonal(named)
+        scaled = [factor(*matrices[name].fans(x.shape)) * found[name] for name, x in named.items()]
+        return jax.tree.unflatten(structure, scaled), MuonState(moments)
 
     return optax.GradientTransformation(init, update)
+
+
+def leaf_by_leaf(matrices: Mapping[str, Matrix], orthogonalise: Orthogonalise) -> Directions:
+    """Each leaf on its own, where it lies: [Z, I, O] -> [Z, I, O], each matrix alone."""
+    return lambda leaves: {name: on_matrices(orthogonalise, x, matrices[name]) for name, x in leaves.items()}
 
 
 def newton_schulz(x_ZIO: jax.Array, steps: int = 5, dtype: Any = None) -> jax.Array:
@@ -89,19 +94,39 @@ def newton_schulz(x_ZIO: jax.Array, steps: int = 5, dtype: Any = None) -> jax.Ar
         dtype: of the iteration; default float32 or wider at full precision. bfloat16 is what Muon was tuned with.
     Returns the dtype of the input.
     """
-    a, b, c = QUINTIC
-    work = jnp.dtype(dtype) if dtype is not None else at_least_f32(x_ZIO.dtype)
-    # A float32 matmul on TPU is one bf16 pass by default; asking for float32 here means float32.
-    precision = None if work == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    work = working_dtype(x_ZIO.dtype, dtype)
     tall = x_ZIO.shape[-2] > x_ZIO.shape[-1]
-    x = _unit(x_ZIO.astype(at_least_f32(x_ZIO.dtype))).astype(work)
-    x = jnp.swapaxes(x, -1, -2) if tall else x
-    for _ in range(steps):
-        gram = jnp.matmul(x, jnp.swapaxes(x, -1, -2), precision=precision)
-        poly = b * gram + c * jnp.matmul(gram, gram, precision=precision)
-        x = a * x + jnp.matmul(poly, x, precision=precision)
+    x = jnp.swapaxes(x_ZIO, -1, -2) if tall else x_ZIO
+    x = iterate(unit(x.astype(at_least_f32(x.dtype))).astype(work), steps)
     x = jnp.swapaxes(x, -1, -2) if tall else x
     return x.astype(x_ZIO.dtype)
+
+
+def unit(x_ZIO: jax.Array, axes: Sequence[str] = ()) -> jax.Array:
+    """Each matrix divided by its Frobenius norm, where `axes` are the mesh axes over which a matrix is split.
+
+    No epsilon: dividing by the largest entry first keeps the squares of a tiny gradient from underflowing, makes the
+    norm at least 1, and leaves a zero matrix zero.
+    """
+    names = tuple(axes)
+    largest = jnp.max(jnp.abs(x_ZIO), axis=(-2, -1), keepdims=True)
+    largest = jax.lax.pmax(largest, names) if names else largest
+    x_ZIO = x_ZIO / jnp.where(largest > 0, largest, 1)
+    square = jnp.sum(jnp.square(x_ZIO), axis=(-2, -1), keepdims=True)
+    square = jax.lax.psum(square, names) if names else square
+    return x_ZIO / jnp.maximum(jnp.sqrt(square), 1)
+
+
+def iterate(x_ZIO: jax.Array, steps: int) -> jax.Array:
+    """The quintic on unit matrices with I <= O, in their dtype."""
+    a, b, c = QUINTIC
+    # A float32 matmul on TPU is one bf16 pass by default; asking for float32 here means float32.
+    precision = None if x_ZIO.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    for _ in range(steps):
+        gram = jnp.matmul(x_ZIO, jnp.swapaxes(x_ZIO, -1, -2), precision=precision)
+        poly = b * gram + c * jnp.matmul(gram, gram, precision=precision)
+        x_ZIO = a * x_ZIO + jnp.matmul(poly, x_ZIO, precision=precision)
+    return x_ZIO
 
 
 def on_matrices(function: Orthogonalise, x: jax.Array, matrix: Matrix) -> jax.Array:
@@ -132,9 +157,6 @@ def at_least_f32(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _unit(x_ZIO: jax.Array) -> jax.Array:
-    """Each matrix divided by its Frobenius norm. No epsilon: dividing by the largest entry first keeps the squares
-    of a tiny gradient from underflowing, makes the norm at least 1, and leaves a zero matrix zero."""
-    largest = jnp.max(jnp.abs(x_ZIO), axis=(-2, -1), keepdims=True)
-    x_ZIO = x_ZIO / jnp.where(largest > 0, largest, 1)
-    return x_ZIO / jnp.maximum(jnp.linalg.norm(x_ZIO, axis=(-2, -1), keepdims=True), 1)
+def working_dtype(leaf: Any, asked: Any) -> jnp.dtype:
+    """Dtype of the iteration: the one asked for, else float32 or wider."""
+    return jnp.dtype(asked if asked is not None else at_least_f32(leaf))
