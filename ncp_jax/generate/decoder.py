@@ -3,7 +3,7 @@
 Shapes: B rows, n new tokens, D width. The cache is one pytree. Lengths differ by row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +13,14 @@ import numpy as np
 from jax import Array
 
 from ncp_jax.config import ConfigError
-from ncp_jax.models import olmo3_cached
+from ncp_jax.generate.text import check_prompts
+from ncp_jax.models import llama_cached, olmo3_cached
+from ncp_jax.models.llama import Llama
 from ncp_jax.models.ncp import cached as ncp_cached
 from ncp_jax.models.ncp.cached import History
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.models.olmo3 import Olmo3
+from ncp_jax.nn.llama_cache import cut
 
 # A draft of 16 tokens and the token after it: what speculative decoding takes back at most.
 ROLLBACK = 17
@@ -40,7 +43,9 @@ class Decoder(NamedTuple):
     rollback: int  # tokens that can be taken back exactly
 
 
-def decoder_of(model: NCP | Olmo3, capacity: int, *, rollback: int = ROLLBACK, history: History = "encoder") -> Decoder:
+def decoder_of(
+    model: NCP | Olmo3 | Llama, capacity: int, *, rollback: int = ROLLBACK, history: History = "encoder"
+) -> Decoder:
     """The Decoder of a model. `history` (NCP): what concepts are made of after the prompt, see models/ncp/cached.py."""
     if capacity < 1 or rollback < 0:
         raise ConfigError(f"a cache needs capacity >= 1 and rollback >= 0, got {capacity} and {rollback}")
@@ -51,6 +56,12 @@ def decoder_of(model: NCP | Olmo3, capacity: int, *, rollback: int = ROLLBACK, h
                 model, params, cache, tokens, count, prefill=prefill, history=history
             ),
             partial(ncp_cached.truncate, model), model.config.vocab, capacity, rollback,
+        )  # fmt: skip
+    if isinstance(model, Llama):
+        return Decoder(
+            partial(llama_cached.empty_cache, model, capacity=capacity),
+            lambda params, cache, tokens, count, _: llama_cached.extend(model, params, cache, tokens, count),
+            cut, model.config.vocab, capacity, rollback,
         )  # fmt: skip
     return Decoder(
         partial(olmo3_cached.empty_cache, model, capacity=capacity, rollback=rollback),
@@ -79,17 +90,9 @@ def prefill(decoder: Decoder, extend: Callable, params: Any, prompts: list[list[
 
     `extend` is decoder.extend, jitted with its last argument static. Checks ids and lengths before any device step.
     """
-    check_prompts(decoder, prompts)
-    lengths = np.array([len(prompt) for prompt in prompts])
-    # Powers of two, so that prompts of all lengths share a few compiled shapes.
-    piece = min(piece, 1 << int(lengths.max() - 1).bit_length()) if lengths.max() > 1 else 1
+    check_prompts(prompts, decoder.vocab, decoder.capacity)
     cache, last_BD = decoder.empty(len(prompts)), None
-    for start in range(0, lengths.max(), piece):
-        count_B = np.clip(lengths - start, 0, piece)
-        tokens_Bn = np.zeros((len(prompts), piece), np.int32)
-        for row, prompt in enumerate(prompts):
-            part = prompt[start : start + piece]
-            tokens_Bn[row, : len(part)] = part
+    for tokens_Bn, count_B in pieces(prompts, piece):
         out_BnD, cache = extend(params, cache, tokens_Bn, count_B, True)
         ends_BD = _last(out_BnD, jnp.asarray(count_B))
         last_BD = ends_BD if last_BD is None else jnp.where(jnp.asarray(count_B > 0)[:, None], ends_BD, last_BD)
@@ -97,21 +100,18 @@ def prefill(decoder: Decoder, extend: Callable, params: Any, prompts: list[list[
     return cache, last_BD
 
 
-def check_prompts(decoder: Decoder, prompts: list[list[int]], new: int = 0) -> None:
-    """Raise ConfigError for no prompt, an empty one, an unknown id, or one that does not fit with `new` tokens."""
-    if not prompts:
-        raise ConfigError("no prompts; give at least one")
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise ConfigError(f"prompt {row} is empty; give at least one token to continue")
-        bad = next((place for place, token in enumerate(prompt) if not 0 <= token < decoder.vocab), None)
-        if bad is not None:
-            raise ConfigError(f"prompt {row}, token {bad} has id {prompt[bad]}; the model knows 0..{decoder.vocab - 1}")
-        if len(prompt) + new > decoder.capacity:
-            raise ConfigError(
-                f"prompt {row} has {len(prompt)} tokens and {new} more were asked for, the cache holds "
-                f"{decoder.capacity}; ask for at most {max(decoder.capacity - len(prompt), 0)} or enlarge it"
-            )
+def pieces(prompts: Sequence[Any], piece: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Prompts (int [n, ...] each, n >= 0) in parts of up to `piece` items: (part int [B, piece, ...], count [B])."""
+    rows = [np.asarray(prompt, np.int32) for prompt in prompts]
+    lengths = np.array([len(row) for row in rows])
+    # Powers of two, so that prompts of all lengths share a few compiled shapes.
+    piece = min(piece, 1 << int(lengths.max() - 1).bit_length()) if lengths.max() > 1 else 1
+    for start in range(0, lengths.max(), piece):
+        part_Bn = np.zeros((len(rows), piece, *rows[0].shape[1:]), np.int32)
+        for row, items in enumerate(rows):
+            part = items[start : start + piece]
+            part_Bn[row, : len(part)] = part
+        yield part_Bn, np.clip(lengths - start, 0, piece)
 
 
 @jax.jit

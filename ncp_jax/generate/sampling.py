@@ -46,3 +46,8 @@ def draw_rows(logits_BV: Array, keys_B: Array, how: Sampling) -> Array:
         return draw(logits_V[None], key, how.temperature, how.top_k, how.top_p, how.min_p)[0]
 
     return jax.vmap(one)(logits_BV, keys_B).astype(jnp.int32)
+
+
+def row_keys(key: Array, rows: int, index: Array | int) -> Array:
+    """A key for draw `index` of each row, [B]: fold_in(fold_in(key, row), index)."""
+    return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), index))(jnp.arange(rows))

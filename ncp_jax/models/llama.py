@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, D width, V vocabulary. Source: train_ar.py of the official repository (LlamaForCausalLM).
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from jax import Array
 from ncp_jax.config import ConfigError, frozen
 from ncp_jax.nn.layers import RMSNorm, param
 from ncp_jax.nn.linear import NORMAL, Table
-from ncp_jax.nn.llama_block import KV, LlamaBackbone, LlamaBlocks, View, llama_stack, llama_unrolled, view
+from ncp_jax.nn.llama_block import KV, LlamaBackbone, LlamaBlocks, Past, View, llama_stack, llama_unrolled, view
 
 
 @frozen
@@ -79,7 +80,7 @@ class Llama(nn.Module):
         self.head()  # declared here, applied by the loss
         return Hidden(self.final_norm(h_BTD))
 
-    def decode(self, tokens_BT: Array, see: View, past: tuple[KV, ...] | None = None) -> tuple[Array, tuple[KV, ...]]:
+    def decode(self, tokens_BT: Array, see: View, past: Sequence[Past] | None = None) -> tuple[Array, tuple[KV, ...]]:
         """(final states, keys and values) of tokens that follow cached ones."""
         h_BTD, kv = llama_unrolled(self.embed(tokens_BT), self.blocks(), self.config.backbone, see, past)
         return self.final_norm(h_BTD), kv

@@ -11,10 +11,12 @@ from models_for_tests import VOCAB, K, presets, random_params
 
 from ncp_jax.config import ConfigError
 from ncp_jax.generate.decoder import decoder_of, prefill, roll_back
+from ncp_jax.models.llama import Llama, LlamaConfig
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.models.ncp.towers import Injection
 from ncp_jax.models.olmo3 import Olmo3, Olmo3Config
 from ncp_jax.nn.block import sight
+from ncp_jax.nn.llama_block import LlamaBackbone
 from ncp_jax.ops.chunking import available, chunk_mean, concept_index
 
 W = 5  # window of the test models
@@ -28,6 +30,7 @@ def models() -> dict:
         "released": lambda dtype: NCP(presets()["released"], dtype),
         "paper": lambda dtype: NCP(presets()["paper"], dtype),
         "olmo3": lambda dtype: Olmo3(Olmo3Config(vocab=VOCAB, layers=3, backbone=backbone), dtype),
+        "llama": lambda dtype: Llama(LlamaConfig(VOCAB, 2, LlamaBackbone(16, 4, 24, kv_heads=2)), dtype),
     }
 
 
@@ -59,7 +62,9 @@ class Setup:
         return [np.concatenate(own) for own in states], cache
 
 
-@pytest.fixture(scope="module", params=itertools.product(["released", "paper", "olmo3"], [True, False]), ids=str)
+@pytest.fixture(
+    scope="module", params=itertools.product(["released", "paper", "olmo3", "llama"], [True, False]), ids=str
+)
 def setup(request):
     return Setup(*request.param, rows=LENGTH + 1)
 
@@ -99,7 +104,8 @@ def test_random_splits(setup):
 
 
 @pytest.mark.parametrize(
-    ("name", "history"), [*itertools.product(["released", "paper"], ["encoder", "predicted"]), ("olmo3", "encoder")]
+    ("name", "history"),
+    [*itertools.product(["released", "paper"], ["encoder", "predicted"]), ("olmo3", "encoder"), ("llama", "encoder")],
 )
 def test_rolling_back_is_never_having_gone(name, history):
     """For every prompt length P in 0..2k and every j in 0..16: read P + 17, go back to P + j, read on."""

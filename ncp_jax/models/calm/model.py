@@ -4,6 +4,9 @@ Shapes: B batch, M chunks, k tokens per chunk, D width, l latent size, N samples
 gives targets and turns latents into tokens is no part of it: autoencoder.py.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from ncp_jax.models.calm.config import CalmConfig
 from ncp_jax.models.calm.heads import build_head
 from ncp_jax.nn.layers import LayerNorm, RMSNorm
 from ncp_jax.nn.linear import Linear, Table
-from ncp_jax.nn.llama_block import KV, LlamaBlocks, View, llama_stack, llama_unrolled, view
+from ncp_jax.nn.llama_block import KV, LlamaBlocks, Past, View, llama_stack, llama_unrolled, view
 
 
 class Calm(nn.Module):
@@ -61,7 +64,7 @@ class Calm(nn.Module):
         return self.final_norm(h_BMD)
 
     def decode(
-        self, tokens_BMk: Array, see: View, past: tuple[KV, ...] | None = None, latents_BMl: Array | None = None
+        self, tokens_BMk: Array, see: View, past: Sequence[Past] | None = None, latents_BMl: Array | None = None
     ) -> tuple[Array, tuple[KV, ...]]:
         """(states, keys and values) of chunks that follow cached ones."""
         x_BMD = self.read(tokens_BMk, latents_BMl)
@@ -87,6 +90,14 @@ class Calm(nn.Module):
     def transport(self, x_l: Array, t: Array, h: Array) -> Array:
         """Flow or diffusion network at latents [..., l], times [...] and states."""
         return self.generator(x_l, t, h)
+
+    def condition(self, h: Array) -> Any:
+        """What the head reads of states [..., D], for `given`: computed once per state, however many samples follow."""
+        return self.generator.condition(h)
+
+    def given(self, *arguments: Any) -> Array:
+        """`sample` (condition, noise) or `transport` (latents, times, condition) of a head's condition."""
+        return self.generator.given(*arguments)
 
 
 class InputMLP(nn.Module):
