@@ -1,8 +1,5 @@
-"""Generation by chunks: cached states, official draws, laws by enumeration, what ends a row, batches."""
+"""Generation by chunks: cached states, official draws, laws by enumeration."""
 
-import copy
-import dataclasses
-import functools
 import itertools
 import json
 
@@ -10,49 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calm_for_tests import HEADS, PAD, PROMPT, T1, VOCAB, K, config, made, random_pair
 from calm_golden import ENERGY_FILES, Tensors, autoencoder_params, calm_config, calm_params
 from golden_files import load
 from scipy import stats
 
-from ncp_jax.config import ConfigError
 from ncp_jax.generate.calm import CalmEngine, sampler
-from ncp_jax.generate.temperature import Tempered, Tempering, vote
+from ncp_jax.generate.temperature import Tempering, vote
 from ncp_jax.models.calm import cached, sampling
 from ncp_jax.models.calm.autoencoder import Autoencoder
 from ncp_jax.models.calm.call import call
-from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig, DiffusionHead, EnergyHead, FlowHead
 from ncp_jax.models.calm.model import Calm
-from ncp_jax.nn.llama_block import LlamaBackbone
-from ncp_jax.parallel.rules import unboxed
-
-VOCAB, K, PAD, EOS = 7, 2, 6, 0
-BACKBONE = LlamaBackbone(16, 4, 24, kv_heads=2)
-# One number of noise: the law of a chunk is an integral over a line, and can be written down.
-HEADS = {"energy": EnergyHead(2, 1), "flow": FlowHead(1, 4, 3), "diffusion": DiffusionHead(1, 4, 5)}
-T1 = Tempering(1.0)
-
-
-def config(head="energy", reads="discrete", chunk=K) -> CalmConfig:
-    return CalmConfig(1, BACKBONE, AutoencoderConfig(VOCAB, chunk, 12, 20, 6, pad=PAD), head=HEADS[head], input=reads)
-
-
-@functools.cache
-def numbers(c: CalmConfig, seed: int):
-    latents = None if c.input == "discrete" else jnp.zeros((1, 1, c.autoencoder.latent))
-    tokens = jnp.zeros((1, 1, c.chunk), jnp.int32)
-    modules = (Calm(c), (tokens, latents)), (Autoencoder(c.autoencoder), (tokens,))
-    shapes = [unboxed(jax.eval_shape(m.init, jax.random.key(0), *given))["params"] for m, given in modules]
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: rng.normal(size=a.shape) * 2 / np.sqrt(a.shape[0]), shapes)
-
-
-def random_pair(c: CalmConfig, seed: int = 52):
-    """(parameters, frozen), every leaf random. The seed is one whose law after PROMPT has many outcomes and gaps."""
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.result_type(float)), numbers(c, seed))
-
-
-def made(c: CalmConfig, capacity=40, **options) -> CalmEngine:
-    return CalmEngine(Calm(c), *random_pair(c), capacity=capacity, **options)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +158,8 @@ def test_the_official_loop_draw_for_draw(name, monkeypatch):
 
 # --- laws ---
 
+ROWS = 1500
+
 
 def law_after(engine: CalmEngine, prompt) -> np.ndarray:
     """Probability of every chunk after a prompt of whole chunks, [V, V], by integrating over the noise."""
@@ -229,10 +196,6 @@ def check(seen, law):
     seen, expected = np.array(keep).T
     assert len(seen) > 2, "a law of one outcome tests nothing"
     assert stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
-
-
-PROMPT = [1, 2, 3, 4]
-ROWS = 1500
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -298,128 +261,3 @@ def test_votes_are_lazy_and_no_different(engine):
 
     for ours, theirs in both(engine.params, keys):
         np.testing.assert_array_equal(ours, theirs)
-
-
-# --- rows ---
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [("trim", Tempering(0.6, max_draws=60, candidates=5)), ("condition", Tempering(0.5, "vote", candidates=12))],
-    ids=["trim-exact", "condition-vote"],
-)
-def test_a_row_alone_is_a_row_of_a_batch(engine, conditioned, kind, how):
-    one = {"trim": engine, "condition": conditioned}[kind]
-    prompts = [[1, 2, 3, 4, 5], [3, 4, 1, 2], [1, 2, 3, 4, 5], [5, 1, 2, 2, 1, 5, 3]]
-    together = one.generate(prompts, max_new=9, how=how, seed=3)
-    assert one.generate(prompts[:1], max_new=9, how=how, seed=3)[0] == together[0]
-    assert one.generate([prompts[0], *prompts[:0:-1]], max_new=9, how=how, seed=3)[0] == together[0]
-    assert together[0].tokens != together[2].tokens  # one prompt, two rows, two keys
-
-
-def test_finished_rows_cost_no_draws(engine):
-    how = Tempering(0.5, "vote", candidates=12)
-    said = iter([np.array([[1, EOS], [1, 2]]), np.array([[3, 3], [4, 5]]), np.array([[3, 3], [4, 5]])])
-    live = []
-    spy, real = copy.copy(engine), engine._step
-    spy.tokenizer = Letters()
-
-    def step(params, cache, tokens, live_B, *rest):
-        found, cache = real(params, cache, tokens, live_B, *rest)
-        live.append((live_B.tolist(), found.draws_B.tolist()))
-        return found._replace(tokens_BK=next(said)), cache
-
-    spy._step = step
-    found = spy.generate([PROMPT, PROMPT], max_new=6, how=how)
-    assert live == [([True, True], [12, 12]), ([False, True], [0, 12]), ([False, True], [0, 12])]
-    assert [one.tokens for one in found] == [[1], [1, 2, 4, 5, 4, 5]]
-    assert spy.work == (4, 48, 0)
-
-
-class Letters:
-    """A tokenizer whose ids spell out letters."""
-
-    eos, size = EOS, VOCAB
-
-    def encode(self, text):
-        return [ord(letter) - 96 for letter in text]
-
-    def decode(self, ids):
-        return "".join(chr(96 + token) for token in ids)
-
-
-def scripted(engine, chunks, partial="trim"):
-    """An engine that says these chunks whatever it reads."""
-    found, said, one = copy.copy(engine), iter(chunks), np.ones(1, int)
-    found.tokenizer, found.partial = Letters(), partial
-    found._extend = lambda params, cache, *_: cache
-    found._step = lambda params, cache, *_: (Tempered(np.array([next(said)]), one, one, one == 1), cache)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("prompt", "partial", "chunks", "options", "text", "reason"),
-    [
-        ("abcd", "trim", [(1, 2), (3, EOS)], {}, "abc", "end"),
-        ("abcd", "trim", [(1, EOS), (3, 4)], {}, "a", "end"),
-        ("abcd", "trim", [(EOS, 3)], {}, "", "end"),
-        ("abcd", "trim", [(1, 2), (3, 4)], {"max_new": 3}, "abc", "length"),  # the last chunk is cut
-        ("abcd", "trim", [(1, 2)], {"max_new": 2}, "ab", "length"),
-        ("abcd", "trim", [(1, PAD), (PAD, 2), (PAD, PAD)], {"max_new": 5}, "ab", "length"),  # pads count, unseen
-        ("abcd", "trim", [(1, 2), (3, 4), (5, EOS)], {"stop": ["cd"]}, "ab", "stop"),
-        ("abcd", "trim", [(1, 2), (3, 4), (5, EOS)], {"stop": ["de", "b"]}, "a", "stop"),
-        ("abcd", "trim", [(1, 2), (3, 4), (5, EOS)], {"stop": ["ex"]}, "abcde", "end"),
-        ("abcde", "trim", [(1, 2), (3, EOS)], {}, "abc", "end"),
-        ("abcde", "condition", [(5, 2), (3, EOS)], {}, "bc", "end"),  # the first chunk began with the prompt's e
-        ("abcde", "condition", [(5, 2), (3, 4)], {"max_new": 2}, "bc", "length"),
-        ("abcde", "condition", [(5, EOS)], {}, "", "end"),
-    ],
-)
-def test_what_ends_a_row(engine, prompt, partial, chunks, options, text, reason):
-    options = {"max_new": 20} | options
-    found = scripted(engine, chunks, partial).generate([prompt], **options)[0]
-    assert (found.text, found.reason) == (text, reason)
-    shown = [event.text for event in scripted(engine, chunks, partial).stream([prompt], **options)]
-    assert "".join(shown) == text
-
-
-def test_prompts_as_chunks(engine, conditioned):
-    padded = made(config(), partial="pad")
-    starts = [one.start(0, [1, 2, 3, 4, 5]) for one in (engine, conditioned, padded)]
-    assert [(start.chunks_mK.tolist(), start.begun) for start in starts] == [
-        ([[2, 3], [4, 5]], []), ([[1, 2], [3, 4]], [5]), ([[1, 2], [3, 4], [5, PAD]], []),
-    ]  # fmt: skip
-    assert padded.start(0, [1]).chunks_mK.tolist() == [[1, PAD]]
-
-
-def test_capacity_is_exact():
-    """The cache that holds prompt and text to the token says what a large one says; a token more is refused."""
-    small, large = (made(config(), capacity, partial="pad") for capacity in (8, 40))
-    assert small.generate([[1, 2, 3, 4, 2]], max_new=3, how=T1) == large.generate([[1, 2, 3, 4, 2]], max_new=3, how=T1)
-    with pytest.raises(ConfigError, match="ask for at most 3"):
-        small.generate([[1, 2, 3, 4, 2]], max_new=4, how=T1)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([[1]], {}, "prompt 0 has 1 tokens and a chunk has 2: .* give at least 2 tokens"),
-        ([[1, 2], []], {}, "prompt 1 is empty"),
-        ([[1, VOCAB]], {}, f"prompt 0, token 1 has id {VOCAB}; the model knows 0..{VOCAB - 1}"),
-        (["ab"], {}, "needs a tokenizer"),
-        ([[1, 2]], {"stop": ["x"]}, "need a tokenizer"),
-        ([[1, 2]], {"max_new": 0}, "ask for at least 1"),
-    ],
-)
-def test_bad_requests(engine, prompts, options, message):
-    with pytest.raises(ConfigError, match=message):
-        engine.generate(prompts, **({"max_new": 2} | options))
-
-
-def test_pads_are_asked_for():
-    c = config()
-    bare = dataclasses.replace(c, autoencoder=dataclasses.replace(c.autoencoder, pad=None))
-    with pytest.raises(ConfigError, match=r"model\.autoencoder\.pad is missing"):
-        CalmEngine(Calm(bare), {}, {}, capacity=8, partial="pad")
-    with pytest.raises(ConfigError, match="the tokenizer has 9 ids, the model knows 7"):
-        CalmEngine(Calm(c), {}, {}, capacity=8, tokenizer=Ids(0, 9))
