@@ -6,6 +6,7 @@ back into the context is the chunk's tokens, not its latent vector. A row ends a
 (not returned, nor what follows it in its chunk), a stop string (cut off, with what follows), `max_new` tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -43,6 +44,9 @@ from ncp_jax.nn.block import one_array_per_layer
 from ncp_jax.nn.llama_cache import LlamaCache
 
 PIECE = 128  # prompt chunks per prefill call
+# Logits that exist at one time, and draws: few where a row may be done after any of them, many where all are wanted.
+LOGITS = {"exact": 1 << 21, "vote": 1 << 23}
+DRAWS = {"exact": 16, "vote": 1024}
 # The authors advise T <= 1/2 for fluent text.
 DEFAULT = Tempering(0.5, "vote")
 
@@ -124,7 +128,13 @@ class CalmEngine:
         ids = encoded(prompts, self.tokenizer)
         check_prompts(ids, self.model.config.vocab, self.capacity, max_new)
         starts = [self.start(row, prompt) for row, prompt in enumerate(ids)]
-        return self._events(starts, max_new, how, seed, stop)
+        return self._events(starts, max_new, self.paced(how), seed, stop)
+
+    def paced(self, how: Tempering) -> Tempering:
+        """Settings with the number of draws that are spelt out together."""
+        c = self.model.config
+        together = min(max(LOGITS[how.method] // (c.chunk * c.vocab), 1), DRAWS[how.method])
+        return dataclasses.replace(how, at_once=how.at_once or together)
 
     def start(self, row: int, prompt: list[int]) -> Start:
         """A prompt cut into chunks. Raises ConfigError for one without a whole chunk: the first is never predicted."""

@@ -32,7 +32,7 @@ def outlines(sample: Sample, context: Any, keys_NB: Array) -> Array:
 
 
 def spelt(sample: Sample, outline_NBK: Array, live_NB: Array, at_once: int, goes_on: GoesOn | None = None) -> Array:
-    """Tokens [N, B, K] of outlines, about `at_once` blocks at a time.
+    """Tokens [N, B, K] of outlines, those of about `at_once` blocks at a time.
 
     -1 stands for what was not looked at: blocks that are not `live`, and the rest of a block where, after a token,
     `goes_on` is false. A plain sampler's tokens are all known.
@@ -40,46 +40,43 @@ def spelt(sample: Sample, outline_NBK: Array, live_NB: Array, at_once: int, goes
     if not isinstance(sample, Outlined):
         return outline_NBK
     N, B, K = outline_NBK.shape[:3]
-    spell = sample.spell
-
-    def blocks(outline_RK: Array) -> Array:
-        return spell(outline_RK.reshape(-1, *outline_RK.shape[2:])).reshape(-1, K)
-
+    spell, size = sample.spell, _even(N * B, at_once * K)
+    place_K = jnp.arange(K)
     if goes_on is None:
-        return _listed(blocks, outline_NBK, live_NB, at_once)
+        return _listed(spell, outline_NBK, jnp.broadcast_to(live_NB[..., None], (N, B, K)), size)
 
-    def column(k: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        tokens_NBK, live_NB = carry
-        outline_NB = lax.dynamic_index_in_dim(outline_NBK, k, 2, keepdims=False)
-        tokens_NBK = tokens_NBK.at[:, :, k].set(_listed(spell, outline_NB, live_NB, at_once * K))
-        return tokens_NBK, live_NB & goes_on(tokens_NBK)
+    def some(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """The next token of every block that goes on; all of their tokens if they are few."""
+        k, tokens_NBK, live_NB = carry
+        until = jnp.where(live_NB.sum() * (K - k) <= size, K, k + 1)
+        wanted_NBK = live_NB[..., None] & (place_K >= k) & (place_K < until)
+        tokens_NBK = jnp.where(wanted_NBK, _listed(spell, outline_NBK, wanted_NBK, size), tokens_NBK)
+        return until, tokens_NBK, live_NB & goes_on(tokens_NBK)
 
-    return lax.fori_loop(0, K, column, (jnp.full((N, B, K), -1, jnp.int32), live_NB))[0]
+    start = jnp.int32(0), jnp.full((N, B, K), -1, jnp.int32), live_NB
+    return lax.while_loop(lambda carry: (carry[0] < K) & carry[2].any(), some, start)[1]
 
 
-def _listed(f: Callable[[Array], Array], x_NB: Array, live_NB: Array, at_once: int) -> Array:
-    """f of the live items [N, B, ...], as one list and `at_once` of them at a time; -1 for the others."""
-    x_R, live_R = x_NB.reshape(-1, *x_NB.shape[2:]), live_NB.ravel()
-    R = len(live_R)
-    at_once = -(-R // -(-R // at_once))  # equal pieces
-    if at_once >= R:
-        found_R = jnp.where(_rows(live_R, (value_R := f(x_R))), value_R, -1)
-        return found_R.astype(jnp.int32).reshape(*live_NB.shape, *found_R.shape[1:])
-    order_R = jnp.argsort(~live_R, stable=True)
-    count = live_R.sum()
-    shape = jax.eval_shape(f, jax.ShapeDtypeStruct((at_once, *x_R.shape[1:]), x_R.dtype)).shape[1:]
+def _listed(spell: Callable[[Array], Array], outline_NBK: Array, wanted_NBK: Array, size: int) -> Array:
+    """Tokens where wanted, from one list of them and `size` at a time; -1 elsewhere."""
+    outline_R, wanted_R = outline_NBK.reshape(-1, *outline_NBK.shape[3:]), wanted_NBK.ravel()
+    R = len(wanted_R)
+    if R <= size:
+        return jnp.where(wanted_R, spell(outline_R), -1).astype(jnp.int32).reshape(wanted_NBK.shape)
+    order_R, count = jnp.argsort(~wanted_R, stable=True), wanted_R.sum()
 
     def piece(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         start, found_R = carry
-        place_W = start + jnp.arange(at_once)
-        item_W = jnp.where(place_W < count, order_R[jnp.minimum(place_W, R - 1)], R)  # R does not exist: dropped
-        value_W = f(x_R[jnp.minimum(item_W, R - 1)]).astype(jnp.int32)
-        return start + at_once, found_R.at[item_W].set(value_W, mode="drop")
+        place_W = start + jnp.arange(size)
+        item_W = order_R[jnp.minimum(place_W, R - 1)]
+        token_W = spell(outline_R[item_W]).astype(jnp.int32)
+        item_W = jnp.where(place_W < count, item_W, R)  # R does not exist: dropped
+        return start + size, found_R.at[item_W].set(token_W, mode="drop")
 
-    start = (jnp.int32(0), jnp.full((R, *shape), -1, jnp.int32))
-    found_R = lax.while_loop(lambda carry: carry[0] < count, piece, start)[1]
-    return found_R.reshape(*live_NB.shape, *shape)
+    start = jnp.int32(0), jnp.full(R, -1, jnp.int32)
+    return lax.while_loop(lambda carry: carry[0] < count, piece, start)[1].reshape(wanted_NBK.shape)
 
 
-def _rows(flag_R: Array, like: Array) -> Array:
-    return flag_R.reshape(flag_R.shape + (1,) * (like.ndim - 1))
+def _even(count: int, size: int) -> int:
+    """`size`, or less where `count` makes as many equal pieces."""
+    return size if count <= size else -(-count // -(-count // size))

@@ -17,8 +17,7 @@ from jax import Array, lax
 from ncp_jax.config import ConfigError, frozen
 from ncp_jax.generate.spelling import Outlined, Sample, outlines, spelt
 
-# Few where a row may be done after any of them, more where all are wanted.
-AT_ONCE = {"exact": 4, "vote": 16}
+AT_ONCE = 16
 TOGETHER = 4096  # outlines in one call, over all rows: they are small
 ROUNDING = 1e-9  # relative: 1 / (1/3) may be 3 - 4e-16, and is 3
 SPELLING = 1e-6  # absolute, of T: 0.333333 is how one writes 1/3
@@ -81,7 +80,7 @@ def draw_blocks(
     method: few of a vote's candidates would agree with the beginning. So is a vote at T = 1, which is one draw.
     """
     method = "vote" if how.method == "vote" and begun is None and whole_power(how.temperature) > 1 else "exact"
-    at_once = how.at_once or AT_ONCE[method]
+    at_once = how.at_once or AT_ONCE
     if method == "vote":
         return vote(sample, context, keys_B, how.temperature, candidates=how.candidates, at_once=at_once, live_B=live_B)
     return exact(
