@@ -46,7 +46,7 @@ from ncp_jax.nn.llama_cache import LlamaCache
 PIECE = 128  # prompt chunks per prefill call
 # Logits that exist at one time, and draws: few where a row may be done after any of them, many where all are wanted.
 LOGITS = {"exact": 1 << 21, "vote": 1 << 23}
-DRAWS = {"exact": 16, "vote": 1024}
+DRAWS = {"exact": 16, "vote": 32}
 # The authors advise T <= 1/2 for fluent text.
 DEFAULT = Tempering(0.5, "vote")
 
@@ -128,12 +128,12 @@ class CalmEngine:
         ids = encoded(prompts, self.tokenizer)
         check_prompts(ids, self.model.config.vocab, self.capacity, max_new)
         starts = [self.start(row, prompt) for row, prompt in enumerate(ids)]
-        return self._events(starts, max_new, self.paced(how), seed, stop)
+        return self._events(starts, max_new, how, seed, stop)
 
-    def paced(self, how: Tempering) -> Tempering:
-        """Settings with the number of draws that are spelt out together."""
-        c = self.model.config
-        together = min(max(LOGITS[how.method] // (c.chunk * c.vocab), 1), DRAWS[how.method])
+    def paced(self, how: Tempering, begun: bool = False) -> Tempering:
+        """Settings with the number of draws that are spelt out together. A begun chunk is always drawn by `exact`."""
+        c, method = self.model.config, "exact" if begun else how.method
+        together = min(max(LOGITS[method] // (c.chunk * c.vocab), 1), DRAWS[method])
         return dataclasses.replace(how, at_once=how.at_once or together)
 
     def start(self, row: int, prompt: list[int]) -> Start:
@@ -165,7 +165,8 @@ class CalmEngine:
         while live_B.any():
             # Also where nothing has begun: no row may be drawn otherwise because of another's prompt.
             begun = _begun(starts, c.chunk) if index == 0 and self.partial == "condition" else None
-            found, cache = self._step(self.params, cache, tokens_BK, live_B, key, np.int32(index), begun, how)
+            paced = self.paced(how, begun is not None)
+            found, cache = self._step(self.params, cache, tokens_BK, live_B, key, np.int32(index), begun, paced)
             tokens_BK = found.tokens_BK
             self._count(found, live_B)
             for row, block in zip(rows, np.asarray(tokens_BK).tolist(), strict=True):

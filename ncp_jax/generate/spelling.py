@@ -7,7 +7,6 @@ Shapes: B rows, N draws, K tokens per block, R tokens or blocks in one list, `..
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -61,7 +60,7 @@ def _listed(spell: Callable[[Array], Array], outline_NBK: Array, wanted_NBK: Arr
     """Tokens where wanted, from one list of them and `size` at a time; -1 elsewhere."""
     outline_R, wanted_R = outline_NBK.reshape(-1, *outline_NBK.shape[3:]), wanted_NBK.ravel()
     R = len(wanted_R)
-    if R <= size:
+    if size >= R:
         return jnp.where(wanted_R, spell(outline_R), -1).astype(jnp.int32).reshape(wanted_NBK.shape)
     order_R, count = jnp.argsort(~wanted_R, stable=True), wanted_R.sum()
 
