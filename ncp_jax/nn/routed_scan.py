@@ -1,0 +1,244 @@
+"""A routed tower in one custom VJP: a scan over super-blocks whose backward pass knows what to keep.
+
+Shapes: L layers, G super-blocks of P layers, N = L + 1, B batch, T tokens, D width, M = T/k chunks.
+
+The same function as nn/stack.py `routed_tower`, its slow twin. Autodiff of a scan would keep the history once per
+layer, O(L^2) memory. Here the history is one buffer [L, B, T, D], written in place; kept besides are each input,
+each routed state that a cross route reads, the depth routes' weights and the outputs' statistics. Blocks are run again
+in the backward pass, layer by layer (as remat "block" does, whatever the policy); depth routes are not. Cotangents of
+outputs are gathered when their layer is reached; those of what cross routes read, at the end.
+
+Layers that attend in full are every P-th, so each layer of a super-block has a static mask; a remainder is unrolled.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ncp_jax.config import frozen
+from ncp_jax.nn.backbone import Backbone
+from ncp_jax.nn.block import Sight, Weights, block
+from ncp_jax.ops import route_mix
+from ncp_jax.ops.chunking import chunk_mean
+from ncp_jax.ops.route_mix import At, Crosses, Depth, Reads, Shift, Sources, wide
+
+
+@frozen
+class Plan:
+    """What is static about a tower."""
+
+    backbone: Backbone
+    layers: int
+    irc: str  # signed | softmax | none
+    router_reads_output: bool  # else the update
+    kernels: str = "none"  # none: plain jnp | kernel | interpreted
+    outputs: bool = True  # whether other towers read this one's outputs: else none are returned
+    pool: int | None = None  # tokens per chunk, if chunk means of the outputs are read
+    shift: Shift | None = None
+
+    @property
+    def period(self) -> int:
+        return 1 if self.backbone.window is None else self.backbone.full_every
+
+    @property
+    def groups(self) -> int:
+        """Super-blocks that are scanned; none if there is but one."""
+        whole = self.layers // self.period
+        return whole if whole > 1 else 0
+
+
+class Outputs(NamedTuple):
+    """A tower's last routed state and, if read, its outputs [L, B, T, D] with statistics [B, T, L] and chunk means."""
+
+    h_BTD: Array
+    raw: Array | None = None
+    mean_BTL: Array | None = None
+    inverse_BTL: Array | None = None
+    pooled: Array | None = None  # [L, B, M, D]
+
+
+class Kept(NamedTuple):
+    """Residuals of one layer, or of all, stacked."""
+
+    weight_BTN: Array | None
+    moments: tuple[Array, Array] | None
+    pooled_BMD: Array | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def routed_scan(
+    plan: Plan,
+    x_BTD: Array,
+    weights: Weights,
+    depth: Depth | None,
+    crosses: Crosses,
+    reads: Reads,
+    masks: Any,
+    see: Any,
+) -> Outputs:
+    """Run all layers, routing after each: weights, in the compute dtype, and parameters of routes stacked [L, ...].
+
+    masks: Masks, or None if nothing is at concept rate; see: Sight. Neither has a gradient.
+    """
+    return _forward(plan, x_BTD, weights, depth, crosses, reads, masks, see)[0]
+
+
+def _forward(plan: Plan, x_BTD: Array, weights: Weights, depth, crosses: Crosses, reads: Reads, masks, see: Sight):
+    has_cross, ops = any(part is not None for part in crosses), _ops(plan)
+    buffer = jnp.zeros((plan.layers, *x_BTD.shape), x_BTD.dtype)
+    carry = (x_BTD, buffer, buffer, buffer if has_cross else None)
+
+    def layer(carry, at: At, within: int, w: Weights, routes) -> tuple[Any, Kept]:
+        h_BTD, raw, inputs, mixed = carry
+        own, cross = routes
+        out_BTD, update_BTD, _ = block(h_BTD, w, plan.backbone, plan.backbone.is_full(within), see)
+        raw, inputs = raw.at[at.index].set(out_BTD), inputs.at[at.index].set(h_BTD)
+        h_BTD, weight_BTN = out_BTD, None
+        if own is not None:
+            y_BTD = out_BTD if plan.router_reads_output else update_BTD
+            h_BTD, weight_BTN = ops.depth_forward(at, x_BTD, raw, y_BTD, own, plan.irc == "softmax")
+        if has_cross:
+            mixed = mixed.at[at.index].set(h_BTD)
+            h_BTD = ops.cross_forward(h_BTD, cross, reads, masks, plan.shift)
+        return (h_BTD, raw, inputs, mixed), Kept(weight_BTN, *_summary(plan, out_BTD))
+
+    (h_BTD, raw, inputs, mixed), kept = _over_layers(plan, layer, carry, weights, (depth, crosses))
+    outputs = Outputs(h_BTD)
+    if plan.outputs:
+        mean_BTL, inverse_BTL = (jnp.moveaxis(part, 0, -1) for part in kept.moments)
+        outputs = Outputs(h_BTD, raw, mean_BTL, inverse_BTL, kept.pooled_BMD)
+    residuals = x_BTD, weights, depth, crosses, reads, masks, see, raw, inputs, mixed, kept.weight_BTN, kept.moments
+    return outputs, residuals
+
+
+def _backward(plan: Plan, residuals, d: Outputs):
+    x_BTD, weights, depth, crosses, reads, masks, see, raw, inputs, mixed, weight, moments = residuals
+    has_cross, ops = mixed is not None, _ops(plan)
+    buffer = jnp.zeros_like(raw)
+    carry = (
+        d.h_BTD,
+        buffer,
+        buffer if has_cross else None,
+        _zeros(route_mix.given_of(x_BTD, crosses, reads).statistics),
+    )
+
+    def layer(carry, at: At, within: int, w: Weights, given) -> tuple[Any, Any]:
+        dh_BTD, dz, dh, d_statistics = carry
+        own, cross, l = given[0], given[1], at.index
+        run = partial(block, s=plan.backbone, full=plan.backbone.is_full(within), see=see)
+        (_, update_BTD), back = jax.vjp(lambda h, w: run(h, w)[:2], inputs[l], w)
+        d_cross, trace, d_own = Crosses(), None, None
+        if has_cross:
+            dh = dh.at[l].set(dh_BTD)
+            dh_BTD, d_cross, d_own_statistics, trace = ops.cross_backward(
+                dh_BTD, mixed[l], cross, reads, masks, plan.shift
+            )
+            d_statistics = jax.tree.map(jnp.add, d_statistics, d_own_statistics)
+        d_out, d_update = dh_BTD, jnp.zeros_like(dh_BTD)
+        if own is not None:
+            y_BTD = raw[l] if plan.router_reads_output else update_BTD
+            dz = dz.at[l].set(dh_BTD)
+            d_out, dy, d_own = ops.depth_backward(at, x_BTD, raw, y_BTD, own, plan.irc == "softmax", dz, weight)
+            if plan.router_reads_output:
+                d_out = d_out + dy.astype(d_out.dtype)
+            else:
+                d_update = dy.astype(d_out.dtype)
+        if plan.outputs:
+            d_out = (wide(d_out) + _summary_cotangent(plan, l, raw[l], d, moments)).astype(d_out.dtype)
+        dh_BTD, dw = back((d_out, d_update))
+        return (dh_BTD, dz, dh, d_statistics), (dw, d_own, d_cross, trace)
+
+    given = (depth, crosses)
+    (dx, dz, dh, d_statistics), found = _over_layers(plan, layer, carry, weights, given, reverse=True)
+    d_weights, d_depth, d_crosses, trace = found
+    if depth is not None:
+        dx = (wide(dx) + route_mix.later_cotangent(-1, dz, weight)).astype(dx.dtype)
+    d_reads = Reads()
+    if has_cross:
+        d_reads = ops.cross_gather(dh, trace, crosses, reads, masks, plan.shift)
+        d_reads = _with_statistics(d_reads, d_statistics)
+    cotangents = (dx, d_weights, d_depth, d_crosses, d_reads)
+    primals = (x_BTD, weights, depth, crosses, reads)
+    return *jax.tree.map(lambda d, p: d.astype(p.dtype), cotangents, _like(primals, cotangents)), None, None
+
+
+routed_scan.defvjp(lambda plan, *args: _forward(plan, *args), _backward)
+
+
+def _over_layers(plan: Plan, layer, carry, weights: Weights, routes, reverse: bool = False):
+    """`layer(carry, at, number within the tower modulo P, weights, routes)` over all layers, scanned or written out."""
+    P, G, stacked = plan.period, plan.groups, (weights, routes)
+
+    def one(carry, l: int):
+        w, r = jax.tree.map(lambda a: a[l], stacked)
+        return layer(carry, At(l, (l,)), l, w, r)
+
+    def group(carry, given):
+        number, stacked = given
+        found: dict[int, Any] = {}
+        for i in reversed(range(P)) if reverse else range(P):
+            w, r = jax.tree.map(lambda a, i=i: a[i], stacked)
+            at = At(number * P + i, range(i, G * P, P))
+            carry, found[i] = layer(carry, at, i, w, r)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *(found[i] for i in range(P)))
+
+    def scanned(carry):
+        grouped = jax.tree.map(lambda a: a[: G * P].reshape(G, P, *a.shape[1:]), stacked)
+        carry, found = lax.scan(group, carry, (jnp.arange(G), grouped), reverse=reverse)
+        return carry, [jax.tree.map(lambda a: a.reshape(G * P, *a.shape[2:]), found)]
+
+    def rest(carry):
+        found: dict[int, Any] = {}
+        numbers = range(G * P, plan.layers)
+        for l in reversed(numbers) if reverse else numbers:
+            carry, found[l] = one(carry, l)
+        return carry, [jax.tree.map(lambda *parts: jnp.stack(parts), *(found[l] for l in numbers))] if found else []
+
+    parts: list[Any] = []
+    for run in (rest, scanned) if reverse else (scanned, rest):
+        if run is rest or G:
+            carry, found = run(carry)
+            parts = found + parts if reverse else parts + found
+    return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
+def _summary(plan: Plan, out_BTD: Array):
+    """(statistics, chunk means) of a layer's output, where others read them."""
+    if not plan.outputs:
+        return None, None
+    return route_mix.moments(out_BTD, plan.backbone.eps), None if plan.pool is None else chunk_mean(out_BTD, plan.pool)
+
+
+def _summary_cotangent(plan: Plan, l: Any, out_BTD: Array, d: Any, moments) -> Array:
+    """What reaches a layer's output from other towers: directly, through its statistics and through its chunk means."""
+    mean, inverse = (part[l][..., None] for part in moments)
+    d_mean, d_inverse = (lax.dynamic_index_in_dim(part, l, -1) for part in (d.mean_BTL, d.inverse_BTL))
+    D = out_BTD.shape[-1]
+    total = wide(d.raw[l]) + d_mean / D - d_inverse * inverse**3 * (wide(out_BTD) - mean) / D
+    if plan.pool is not None:
+        _, back = jax.vjp(partial(chunk_mean, k=plan.pool), out_BTD)
+        total += wide(back(d.pooled[l])[0])
+    return total
+
+
+def _with_statistics(d: Reads, statistics) -> Reads:
+    def joined(sources: Sources | None, pair) -> Any:
+        return None if sources is None else Sources(sources.states, *pair)
+
+    return Reads(d.injected, joined(d.encoder, statistics.encoder), joined(d.concept, statistics.concept))
+
+
+def _like(primals, cotangents):
+    """Primals where there are cotangents."""
+    return jax.tree.map(lambda d, p: p, cotangents, primals)
+
+
+def _zeros(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _ops(plan: Plan):
+    return route_mix
