@@ -14,6 +14,7 @@ Layers that attend in full are every P-th, so each layer of a super-block has a 
 from functools import partial
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -23,7 +24,8 @@ from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.block import Sight, Weights, block
 from ncp_jax.ops import route_mix
 from ncp_jax.ops.chunking import chunk_mean
-from ncp_jax.ops.route_mix import At, Crosses, Depth, Reads, Shift, Sources, wide
+from ncp_jax.ops.route_kernels import Kernels
+from ncp_jax.ops.route_mix import At, Crosses, Depth, Outside, Reads, Shift, Sources, wide
 
 
 @frozen
@@ -34,10 +36,10 @@ class Plan:
     layers: int
     irc: str  # signed | softmax | none
     router_reads_output: bool  # else the update
+    shift: Shift
     kernels: str = "none"  # none: plain jnp | kernel | interpreted
     outputs: bool = True  # whether other towers read this one's outputs: else none are returned
     pool: int | None = None  # tokens per chunk, if chunk means of the outputs are read
-    shift: Shift | None = None
 
     @property
     def period(self) -> int:
@@ -98,8 +100,8 @@ def _forward(plan: Plan, x_BTD: Array, weights: Weights, depth, crosses: Crosses
         raw, inputs = raw.at[at.index].set(out_BTD), inputs.at[at.index].set(h_BTD)
         h_BTD, weight_BTN = out_BTD, None
         if own is not None:
-            y_BTD = out_BTD if plan.router_reads_output else update_BTD
-            h_BTD, weight_BTN = ops.depth_forward(at, x_BTD, raw, y_BTD, own, plan.irc == "softmax")
+            read = None if plan.router_reads_output else update_BTD
+            h_BTD, weight_BTN = ops.depth_forward(at, x_BTD, raw, read, own, plan.irc == "softmax")
         if has_cross:
             mixed = mixed.at[at.index].set(h_BTD)
             h_BTD = ops.cross_forward(h_BTD, cross, reads, masks, plan.shift)
@@ -116,7 +118,7 @@ def _forward(plan: Plan, x_BTD: Array, weights: Weights, depth, crosses: Crosses
 
 def _backward(plan: Plan, residuals, d: Outputs):
     x_BTD, weights, depth, crosses, reads, masks, see, raw, inputs, mixed, weight, moments = residuals
-    has_cross, ops = mixed is not None, _ops(plan)
+    has_cross, ops, outside = mixed is not None, _ops(plan), _outside(plan, d, moments)
     buffer = jnp.zeros_like(raw)
     carry = (
         d.h_BTD,
@@ -139,15 +141,12 @@ def _backward(plan: Plan, residuals, d: Outputs):
             d_statistics = jax.tree.map(jnp.add, d_statistics, d_own_statistics)
         d_out, d_update = dh_BTD, jnp.zeros_like(dh_BTD)
         if own is not None:
-            y_BTD = raw[l] if plan.router_reads_output else update_BTD
-            dz = dz.at[l].set(dh_BTD)
-            d_out, dy, d_own = ops.depth_backward(at, x_BTD, raw, y_BTD, own, plan.irc == "softmax", dz, weight)
-            if plan.router_reads_output:
-                d_out = d_out + dy.astype(d_out.dtype)
-            else:
-                d_update = dy.astype(d_out.dtype)
-        if plan.outputs:
-            d_out = (wide(d_out) + _summary_cotangent(plan, l, raw[l], d, moments)).astype(d_out.dtype)
+            read = None if plan.router_reads_output else update_BTD
+            dz, softmax = dz.at[l].set(dh_BTD), plan.irc == "softmax"
+            d_out, d_read, d_own = ops.depth_backward(at, x_BTD, raw, read, own, softmax, dz, weight, outside, plan.shift.k)
+            d_update = d_update if d_read is None else d_read
+        elif plan.outputs:
+            d_out = (wide(d_out) + route_mix.from_outside(l, raw[l], outside, plan.shift.k)).astype(d_out.dtype)
         dh_BTD, dw = back((d_out, d_update))
         return (dh_BTD, dz, dh, d_statistics), (dw, d_own, d_cross, trace)
 
@@ -212,16 +211,14 @@ def _summary(plan: Plan, out_BTD: Array):
     return route_mix.moments(out_BTD, plan.backbone.eps), None if plan.pool is None else chunk_mean(out_BTD, plan.pool)
 
 
-def _summary_cotangent(plan: Plan, l: Any, out_BTD: Array, d: Any, moments) -> Array:
-    """What reaches a layer's output from other towers: directly, through its statistics and through its chunk means."""
-    mean, inverse = (part[l][..., None] for part in moments)
-    d_mean, d_inverse = (lax.dynamic_index_in_dim(part, l, -1) for part in (d.mean_BTL, d.inverse_BTL))
-    D = out_BTD.shape[-1]
-    total = wide(d.raw[l]) + d_mean / D - d_inverse * inverse**3 * (wide(out_BTD) - mean) / D
-    if plan.pool is not None:
-        _, back = jax.vjp(partial(chunk_mean, k=plan.pool), out_BTD)
-        total += wide(back(d.pooled[l])[0])
-    return total
+def _outside(plan: Plan, d: Any, moments) -> Outside | None:
+    """Cotangents of a tower's outputs; through statistics d mean / D - d inverse inverse^3 (x - mean) / D, a line."""
+    if not plan.outputs:
+        return None
+    D, (mean, inverse) = d.raw.shape[-1], moments
+    d_mean, d_inverse = (jnp.moveaxis(part, -1, 0) for part in (d.mean_BTL, d.inverse_BTL))
+    slope = -d_inverse * inverse**3 / D
+    return Outside(d.raw, d.pooled, d_mean / D - slope * mean, slope)
 
 
 def _with_statistics(d: Reads, statistics) -> Reads:
@@ -240,5 +237,9 @@ def _zeros(tree):
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def _ops(plan: Plan):
-    return route_mix
+def _ops(plan: Plan) -> Any:
+    """The four functions of routes: twins, or kernels split as activations are."""
+    if plan.kernels == "none":
+        return route_mix
+    rows, tokens = nn.logical_to_mesh_axes(("batch", "sequence"))
+    return Kernels(rows, tokens, plan.kernels == "interpreted")

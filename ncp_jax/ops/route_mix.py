@@ -30,7 +30,7 @@ class Depth(NamedTuple):
     """A depth route's parameters (IRC), filled up with zeros to N candidates: the tower's input, then its outputs."""
 
     static_N: Array
-    w1_DN: Array
+    w1_ND: Array  # on its side: a TPU fills the last dimension up to 128
     w2_NN: Array
 
 
@@ -39,7 +39,7 @@ class Cross(NamedTuple):
 
     gain_D: Array
     offset_D: Array
-    w1_DS: Array
+    w1_SD: Array
     w2_SS: Array
 
 
@@ -105,6 +105,16 @@ class Statistics(NamedTuple):
     concept: tuple[Array, Array] | None
 
 
+class Outside(NamedTuple):
+    """What reaches a tower's outputs from other towers: cotangents [L, B, T, D], of chunk means [L, B, M, D] or None,
+    and through statistics: of layer l, offset + slope x its output."""
+
+    raw: Array
+    pooled: Array | None
+    offset_LBT: Array
+    slope_LBT: Array
+
+
 class At(NamedTuple):
     """A layer: its number, static or traced, and those it can be, equally spaced."""
 
@@ -125,7 +135,7 @@ class At(NamedTuple):
 
 def depth_weights(y: Array, p: Depth, count: Any, softmax: bool) -> Array:
     """Weights over N candidates of which the first `count` exist (report Eq. 15-16)."""
-    w = p.static_N + router_hidden(y @ p.w1_DN) @ p.w2_NN
+    w = p.static_N + router_hidden(_inner(y, p.w1_ND)) @ p.w2_NN
     exists = lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 1) < count
     if softmax:
         return jax.nn.softmax(jnp.where(exists, w, -jnp.inf), axis=-1)
@@ -137,9 +147,14 @@ def router_hidden(a: Array) -> Array:
     return 0.5 * a * (1 + lax.erf(a * 0.5**0.5))
 
 
+def _inner(y: Array, w_SD: Array) -> Array:
+    """Inner products with the rows of w, [..., S]."""
+    return lax.dot_general(y, w_SD, (((y.ndim - 1,), (1,)), ((), ())))
+
+
 def add_cross(z: Array, p: Cross, mean: Array, inverse: Array, biased: Array | float, nudge: Any, mix: Mix):
     """(z + what the route adds, weights). `nudge` is zero: its gradient is that of the router's hidden layer."""
-    hidden = z @ p.w1_DS + nudge
+    hidden = _inner(z, p.w1_SD) + nudge
     weight = jax.nn.softmax(router_hidden(hidden) @ p.w2_SS, axis=-1)
     scaled = weight * inverse
     mixed = mix(scaled) - (scaled * mean).sum(axis=-1, keepdims=True)
@@ -196,34 +211,64 @@ def given_of(z: Array, crosses: Crosses, reads: Reads) -> Given:
 # The twins: all tokens as one tile.
 
 
-def depth_forward(at: At, input_BTD: Array, raw: Array, y_BTD: Array, p: Depth, softmax: bool) -> tuple[Array, Array]:
-    """(routed state, weights [B, T, N]) of one layer."""
+def depth_forward(
+    at: At, input_BTD: Array, raw: Array, update_BTD: Array | None, p: Depth, softmax: bool
+) -> tuple[Array, Array]:
+    """(routed state, weights [B, T, N]) of one layer. `update_BTD`: what the router reads; None: the layer's output."""
 
-    def layer(index: int, raw: Array, y_BTD: Array, p: Depth) -> tuple[Array, Array]:
+    def layer(index: int, raw: Array, update: Array | None, p: Depth) -> tuple[Array, Array]:
+        y_BTD = raw[index] if update is None else update
         weight_BTN = depth_weights(wide(y_BTD), jax.tree.map(wide, p), index + 2, softmax)
         states = [input_BTD, *(raw[j] for j in range(index + 1))]
-        return weighted(weight_BTN, states).astype(y_BTD.dtype), weight_BTN
+        return weighted(weight_BTN, states).astype(raw.dtype), weight_BTN
 
-    return at.switch(layer, raw, y_BTD, p)
+    return at.switch(layer, raw, update_BTD, p)
 
 
 def depth_backward(
-    at: At, input_BTD: Array, raw: Array, y_BTD: Array, p: Depth, softmax: bool, dz: Array, weights: Array
-) -> tuple[Array, Array, Depth]:
-    """(d output of this layer through all later mixtures, d router input, d parameters).
+    at: At,
+    input_BTD: Array,
+    raw: Array,
+    update_BTD: Array | None,
+    p: Depth,
+    softmax: bool,
+    dz: Array,
+    weights: Array,
+    outside: Outside | None,
+    k: int,
+) -> tuple[Array, Array | None, Depth]:
+    """(d output of this layer, d update if the router reads it, d parameters).
 
-    `dz` [L, B, T, D] holds the cotangents of routed states from this layer on, `weights` [L, B, T, N] the weights.
+    `dz` [L, B, T, D] holds the cotangents of routed states from this layer on, `weights` [L, B, T, N] the weights of
+    all. `update_BTD`: what the router read; None: the layer's output.
     """
 
-    def layer(index: int, raw: Array, y_BTD: Array, p: Depth, dz: Array, weights: Array):
-        own_BTD, N = wide(dz[index]), p.static_N.shape[0]
+    def layer(index: int, raw: Array, update: Array | None, p: Depth, dz: Array, weights: Array, outside):
+        own_BTD, N, out_BTD = wide(dz[index]), p.static_N.shape[0], raw[index]
         inner = [(own_BTD * wide(x)).sum(axis=-1) for x in (input_BTD, *(raw[j] for j in range(index + 1)))]
         dw_BTN = jnp.stack(inner + [jnp.zeros_like(inner[0])] * (N - len(inner)), axis=-1)
-        args = jax.tree.map(wide, (y_BTD, p))
+        args = jax.tree.map(wide, (out_BTD if update is None else update, p))
         _, back = jax.vjp(lambda y, p: depth_weights(y, p, index + 2, softmax), *args)
-        return later_cotangent(index, dz, weights).astype(raw.dtype), *back(dw_BTN)
+        dy, dp = back(dw_BTN)
+        d_out = later_cotangent(index, dz, weights) + from_outside(index, out_BTD, outside, k)
+        if update is None:
+            return (d_out + dy).astype(raw.dtype), None, dp
+        return d_out.astype(raw.dtype), dy.astype(raw.dtype), dp
 
-    return at.switch(layer, raw, y_BTD, p, dz, weights)
+    return at.switch(layer, raw, update_BTD, p, dz, weights, outside)
+
+
+def from_outside(index: Any, out_BTD: Array, outside: Outside | None, k: int) -> Array | float:
+    """The cotangent of layer `index`'s output from other towers, in at least float32; chunks of k tokens."""
+    if outside is None:
+        return 0.0
+    slope, offset = outside.slope_LBT[index][..., None], outside.offset_LBT[index][..., None]
+    total = wide(outside.raw[index]) + offset + slope * wide(out_BTD)
+    if outside.pooled is not None:
+        T = out_BTD.shape[1]
+        each = jnp.repeat(wide(outside.pooled[index]) / k, k, axis=1)[:, :T]
+        total += jnp.pad(each, ((0, 0), (0, T - each.shape[1]), (0, 0)))
+    return total
 
 
 def later_cotangent(index: int, dz: Array, weights: Array) -> Array:
@@ -276,7 +321,7 @@ def _gather_concepts(after: list[Array], weight: Array, p: Cross, read: Sources,
 
 def _before(after: list[Array], router: Array, p: Cross) -> list[Array]:
     """Cotangents before a route, from those after it and of its router's hidden layer."""
-    return [after[l] + router[l] @ wide(p.w1_DS[l]).T for l in range(len(after))]
+    return [after[l] + router[l] @ wide(p.w1_SD[l]) for l in range(len(after))]
 
 
 def _states_only(d_states: Array | None) -> Any:
@@ -305,9 +350,9 @@ def _whole(reads: Reads, masks: Masks, shift: Shift):
 
 def weighted(weight: Array, states: Sequence[Array]) -> Array:
     """sum_s weight_s states_s in at least float32; weight [..., S]."""
-    total = weight[..., 0, None] * wide(states[0])
+    total = weight[..., :1] * wide(states[0])
     for s in range(1, len(states)):
-        total += weight[..., s, None] * wide(states[s])
+        total += weight[..., s : s + 1] * wide(states[s])
     return total
 
 

@@ -111,7 +111,7 @@ def _sources_of(tower: Outputs) -> Sources:
 def _plan(c: NCPConfig, backbone: Backbone, layers: int, irc: IRC, *, outputs: bool = True, pool: bool = False) -> Plan:
     kernels: Kernels = "none" if c.routing.tower in ("scan", "unrolled") else c.routing.tower  # type: ignore[assignment]
     return Plan(
-        backbone, layers, irc, c.routing.irc_input == "output", kernels, outputs, c.chunk if pool else None, _shift(c)
+        backbone, layers, irc, c.routing.irc_input == "output", _shift(c), kernels, outputs, c.chunk if pool else None
     )
 
 
@@ -128,7 +128,7 @@ def _depth(c: NCPConfig, plan: Plan) -> Depth | None:
     for layer in range(plan.layers):
         static_n, w1_Dn, w2_nn = DepthRoute(plan.irc == "softmax", name=f"irc_{layer}").leaves(D, layer + 2)
         more = (0, N - layer - 2)
-        filled.append(Depth(jnp.pad(static_n, more), jnp.pad(w1_Dn, ((0, 0), more)), jnp.pad(w2_nn, (more, more))))
+        filled.append(Depth(jnp.pad(static_n, more), jnp.pad(w1_Dn.T, (more, (0, 0))), jnp.pad(w2_nn, (more, more))))
     return _stacked(filled)
 
 
@@ -138,7 +138,7 @@ def _cross(c: NCPConfig, name: str, layers: int, sources: int, norm: LayerNorm, 
     each = [CrossRoute(c.routing.crc_init, name=f"{name}_{layer}").leaves(D, sources) for layer in range(layers)]
     diagonal_LD, w1_LDn, w2_Lnn = (jnp.stack(parts) for parts in zip(*each, strict=True))
     share_LD = share_L1 * diagonal_LD
-    return Cross(share_LD * norm.scale, share_LD * norm.bias, w1_LDn, w2_Lnn)
+    return Cross(share_LD * norm.scale, share_LD * norm.bias, w1_LDn.swapaxes(1, 2), w2_Lnn)
 
 
 def _statistics(states: Array, eps: float) -> tuple[Array, Array]:
