@@ -25,7 +25,7 @@ from ncp_jax.nn.block import Sight, Weights, block
 from ncp_jax.ops import route_mix
 from ncp_jax.ops.chunking import chunk_mean
 from ncp_jax.ops.route_kernels import Kernels
-from ncp_jax.ops.route_mix import At, Crosses, Depth, Outside, Reads, Shift, Sources, wide
+from ncp_jax.ops.route_mix import At, Crosses, Depth, Outside, Reads, Shift, Sources, Statistics, wide
 
 
 @frozen
@@ -124,7 +124,7 @@ def _backward(plan: Plan, residuals, d: Outputs):
         d.h_BTD,
         buffer,
         buffer if has_cross else None,
-        _zeros(route_mix.given_of(x_BTD, crosses, reads).statistics),
+        _no_statistics(reads),
     )
 
     def layer(carry, at: At, within: int, w: Weights, given) -> tuple[Any, Any]:
@@ -143,7 +143,9 @@ def _backward(plan: Plan, residuals, d: Outputs):
         if own is not None:
             read = None if plan.router_reads_output else update_BTD
             dz, softmax = dz.at[l].set(dh_BTD), plan.irc == "softmax"
-            d_out, d_read, d_own = ops.depth_backward(at, x_BTD, raw, read, own, softmax, dz, weight, outside, plan.shift.k)
+            d_out, d_read, d_own = ops.depth_backward(
+                at, x_BTD, raw, read, own, softmax, dz, weight, outside, plan.shift.k
+            )
             d_update = d_update if d_read is None else d_read
         elif plan.outputs:
             d_out = (wide(d_out) + route_mix.from_outside(l, raw[l], outside, plan.shift.k)).astype(d_out.dtype)
@@ -233,13 +235,18 @@ def _like(primals, cotangents):
     return jax.tree.map(lambda d, p: p, cotangents, primals)
 
 
-def _zeros(tree):
-    return jax.tree.map(jnp.zeros_like, tree)
+def _no_statistics(reads: Reads) -> Statistics:
+    def zeros(sources: Sources | None) -> Any:
+        if sources is None:
+            return None
+        return tuple(jnp.zeros_like(wide(part)) for part in (sources.mean_BTS, sources.inverse_BTS))
+
+    return Statistics(zeros(reads.encoder), zeros(reads.concept))
 
 
 def _ops(plan: Plan) -> Any:
     """The four functions of routes: twins, or kernels split as activations are."""
     if plan.kernels == "none":
         return route_mix
-    rows, tokens = nn.logical_to_mesh_axes(("batch", "sequence"))
+    rows, tokens = nn.logical_to_mesh_axes(("batch", "sequence")) or (None, None)
     return Kernels(rows, tokens, plan.kernels == "interpreted")

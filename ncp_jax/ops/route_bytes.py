@@ -15,7 +15,7 @@ class Operand(NamedTuple):
 
     value: Any
     block: tuple[int, ...]
-    index: Callable[..., tuple[Any, ...]]
+    at: Callable[..., tuple[Any, ...]]
 
 
 def moved_bytes(grid: Sequence[int], operands: Sequence[Operand], scalars: Sequence[int] = ()) -> int:
@@ -27,7 +27,7 @@ def moved_bytes(grid: Sequence[int], operands: Sequence[Operand], scalars: Seque
     for operand in operands:
         moves, last = 0, None
         for program in itertools.product(*map(range, grid)):
-            index = operand.index(*program, *scalars)
+            index = operand.at(*program, *scalars)
             moves, last = moves + (index != last), index
         total += moves * _block_bytes(operand)
     return total

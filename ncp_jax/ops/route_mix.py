@@ -23,8 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-Mix = Callable[[Array], Array]  # weights [..., S] -> sum of weighted sources [..., D]
-
 
 class Depth(NamedTuple):
     """A depth route's parameters (IRC), filled up with zeros to N candidates: the tower's input, then its outputs."""
@@ -152,60 +150,75 @@ def _inner(y: Array, w_SD: Array) -> Array:
     return lax.dot_general(y, w_SD, (((y.ndim - 1,), (1,)), ((), ())))
 
 
-def add_cross(z: Array, p: Cross, mean: Array, inverse: Array, biased: Array | float, nudge: Any, mix: Mix):
-    """(z + what the route adds, weights). `nudge` is zero: its gradient is that of the router's hidden layer."""
-    hidden = _inner(z, p.w1_SD) + nudge
-    weight = jax.nn.softmax(router_hidden(hidden) @ p.w2_SS, axis=-1)
-    scaled = weight * inverse
-    mixed = mix(scaled) - (scaled * mean).sum(axis=-1, keepdims=True)
-    return z + p.gain_D * mixed + p.offset_D * biased, weight
+class Read(NamedTuple):
+    """How a tile reads a group of sources: `mix` weights them [..., S], `inner` multiplies x with each, [..., S]."""
+
+    mean: Array
+    inverse: Array
+    biased: Array | float
+    mix: Callable[[Array], Array]
+    inner: Callable[[Array], Array]
 
 
-class Given(NamedTuple):
-    """All that a tile of cross routes is differentiated by."""
-
-    z: Array
-    crosses: Crosses
-    statistics: Statistics  # (mean, inverse) of each group of sources
-    nudges: tuple[Array | None, Array | None]
+def cross_weights(z: Array, w1_SD: Array, w2_SS: Array, nudge: Array | float = 0.0) -> Array:
+    """Softmax weights of a cross route (report Eq. 19). `nudge` is zero; it has the hidden layer's gradient."""
+    return jax.nn.softmax(router_hidden(_inner(z, w1_SD) + nudge) @ w2_SS, axis=-1)
 
 
-def cross_tile(
-    given: Given, injected: Array | None, biased: Array | float, mix_encoder: Mix | None, mix_concept: Mix | None
-) -> tuple[Array, tuple[Array | None, Array | None]]:
-    """Re-injection, then CRC from the encoder, then CRC from the concepts; (state, weights of both)."""
-    z, (inject, encoder, concept), statistics, nudges = given
-    weights: list[Array | None] = [None, None]
-    if inject is not None:
+def mixed_of(weight: Array, read: Read) -> Array:
+    """sum_s p_s (A_s - m_s) r_s."""
+    scaled = weight * read.inverse
+    return read.mix(scaled) - (scaled * read.mean).sum(axis=-1, keepdims=True)
+
+
+def cross_tile(z: Array, crosses: Crosses, injected: Array | None, biased: Array, *reads: Read | None) -> list[Array]:
+    """Re-injection, CRC from the encoder, CRC from the concepts: the state before each route, and the last."""
+    states = [z]
+    if crosses.inject is not None:
         assert injected is not None
-        z = z + inject.gain_D * injected + inject.offset_D * biased
-    if encoder is not None:
-        assert statistics.encoder is not None
-        assert mix_encoder is not None
-        z, weights[0] = add_cross(z, encoder, *statistics.encoder, 1.0, nudges[0], mix_encoder)
-    if concept is not None:
-        assert statistics.concept is not None
-        assert mix_concept is not None
-        z, weights[1] = add_cross(z, concept, *statistics.concept, biased, nudges[1], mix_concept)
-    return z, (weights[0], weights[1])
+        z = z + crosses.inject.gain_D * injected + crosses.inject.offset_D * biased
+    for p, read in zip((crosses.encoder, crosses.concept), reads, strict=True):
+        states.append(z)
+        if p is not None and read is not None:
+            mixed = mixed_of(cross_weights(z, p.w1_SD, p.w2_SS), read)
+            z = z + p.gain_D * mixed + p.offset_D * read.biased
+    return [*states, z]
 
 
-def cross_tile_backward(dh: Array, given: Given, *reads: Any) -> tuple[Given, Trace]:
-    """(cotangents of all that is given, what the gather needs). The sources are constants here."""
-    _, back, weights = jax.vjp(lambda given: cross_tile(given, *reads), given, has_aux=True)
-    (d,) = back(dh)
-    return d, Trace(weights[0], d.nudges[0], weights[1], d.nudges[1])
+def cross_tile_backward(
+    dh: Array, z: Array, crosses: Crosses, injected: Array | None, biased: Array, *reads: Read | None
+) -> tuple[Array, Crosses, Statistics, Trace]:
+    """(dz, d parameters, d statistics, what the gather needs). The sources are constants here."""
+    before = cross_tile(z, crosses, injected, biased, reads[0], None)
+    found: list[Any] = [(None, None, (None, None)), (None, None, (None, None))]
+    for number, p in ((1, crosses.concept), (0, crosses.encoder)):
+        read = reads[number]
+        if p is not None and read is not None:
+            dh, *found[number] = _route_backward(dh, before[1 + number], p, read)
+    d_inject = None
+    if crosses.inject is not None and injected is not None:
+        d_inject = Inject(
+            _over_tokens(dh * injected, crosses.inject.gain_D), _over_tokens(dh * biased, crosses.inject.offset_D)
+        )
+    (d_encoder, of_encoder, kept), (d_concept, of_concept, kept_too) = found
+    return dh, Crosses(d_inject, d_encoder, d_concept), Statistics(of_encoder, of_concept), Trace(*kept, *kept_too)
 
 
-def given_of(z: Array, crosses: Crosses, reads: Reads) -> Given:
-    """The routes' inputs in at least float32, nudges zero."""
+def _route_backward(dh: Array, z: Array, p: Cross, read: Read):
+    """(dz, d parameters, d statistics, (weights, d hidden layer)) of one cross route."""
+    nudge = jnp.zeros_like(read.inverse)
+    weight, back = jax.vjp(cross_weights, z, p.w1_SD, p.w2_SS, nudge)
+    gained = p.gain_D * dh
+    # d of each p_s r_s; the offset's share is the same for all s, and a softmax ignores it.
+    d_scaled = read.inner(gained) - read.mean * gained.sum(axis=-1, keepdims=True)
+    d_mean = -weight * read.inverse * gained.sum(axis=-1, keepdims=True)
+    dz, dw1, dw2, d_hidden = back(read.inverse * d_scaled)
+    d = Cross(_over_tokens(dh * mixed_of(weight, read), p.gain_D), _over_tokens(dh * read.biased, p.offset_D), dw1, dw2)
+    return dh + dz, d, (d_mean, weight * d_scaled), (weight, d_hidden)
 
-    def statistics(sources: Sources | None):
-        return None if sources is None else (sources.mean_BTS, sources.inverse_BTS)
 
-    found = Statistics(statistics(reads.encoder), statistics(reads.concept))
-    nudges = [None if pair is None else jnp.zeros_like(pair[0]) for pair in found]
-    return jax.tree.map(wide, Given(z, crosses, found, (nudges[0], nudges[1])))
+def _over_tokens(x: Array, like: Array) -> Array:
+    return x.sum(axis=tuple(range(x.ndim - 1)), keepdims=True).reshape(like.shape)
 
 
 # The twins: all tokens as one tile.
@@ -280,15 +293,15 @@ def later_cotangent(index: int, dz: Array, weights: Array) -> Array:
 
 def cross_forward(z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift) -> Array:
     """The state after one layer's re-injection and cross routes."""
-    given = given_of(z_BTD, crosses, reads)
-    return cross_tile(given, *_whole(reads, masks, shift))[0].astype(z_BTD.dtype)
+    tile = cross_tile(wide(z_BTD), jax.tree.map(wide, crosses), *_whole(reads, masks, shift))
+    return tile[-1].astype(z_BTD.dtype)
 
 
 def cross_backward(dh_BTD: Array, z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift):
     """(dz, d parameters, d statistics of the sources, trace) of one layer."""
-    given = given_of(z_BTD, crosses, reads)
-    d, trace = cross_tile_backward(wide(dh_BTD), given, *_whole(reads, masks, shift))
-    return d.z.astype(z_BTD.dtype), d.crosses, d.statistics, trace
+    given = wide(z_BTD), jax.tree.map(wide, crosses)
+    dz, *more = cross_tile_backward(wide(dh_BTD), *given, *_whole(reads, masks, shift))
+    return dz.astype(z_BTD.dtype), *more
 
 
 def cross_gather(dh: Array, trace: Any, crosses: Any, reads: Reads, masks: Masks, shift: Shift) -> Reads:
@@ -330,29 +343,32 @@ def _states_only(d_states: Array | None) -> Any:
 
 def _whole(reads: Reads, masks: Masks, shift: Shift):
     """The reads of `cross_tile` for all tokens."""
-    injected, mix_encoder, mix_concept = None, None, None
+    injected, encoder, concept = None, None, None
+    T = masks.available_BT1.shape[1]
     if reads.injected is not None:
-        injected = wide(expand(reads.injected, masks.available_BT1.shape[1], shift)) * masks.available_BT1
+        injected = wide(expand(reads.injected, T, shift)) * masks.available_BT1
     if reads.encoder is not None:
-        states = list(reads.encoder.states)
-
-        def mix_encoder(weight: Array) -> Array:
-            return weighted(weight, states)
-
+        encoder = read_of(list(reads.encoder.states), reads.encoder.mean_BTS, reads.encoder.inverse_BTS, 1.0)
     if reads.concept is not None:
-        repeated = [expand(c_BMD, reads.concept.mean_BTS.shape[1], shift) for c_BMD in reads.concept.states]
-
-        def mix_concept(weight: Array) -> Array:
-            return weighted(weight, repeated)
-
-    return injected, masks.biased_BT1, mix_encoder, mix_concept
+        repeated = [expand(c_BMD, T, shift) for c_BMD in reads.concept.states]
+        concept = read_of(repeated, reads.concept.mean_BTS, reads.concept.inverse_BTS, masks.biased_BT1)
+    return injected, masks.biased_BT1, encoder, concept
 
 
-def weighted(weight: Array, states: Sequence[Array]) -> Array:
+def read_of(states: Sequence[Any], mean: Array, inverse: Array, biased: Array | float) -> Read:
+    """Reads of states that are indexable by [...]: arrays, or a kernel's references."""
+
+    def inner(x: Array) -> Array:
+        return jnp.concatenate([(x * wide(state[...])).sum(axis=-1, keepdims=True) for state in states], axis=-1)
+
+    return Read(wide(mean), wide(inverse), biased, lambda weight: weighted(weight, states), inner)
+
+
+def weighted(weight: Array, states: Sequence[Any]) -> Array:
     """sum_s weight_s states_s in at least float32; weight [..., S]."""
-    total = weight[..., :1] * wide(states[0])
+    total = weight[..., :1] * wide(states[0][...])
     for s in range(1, len(states)):
-        total += weight[..., s : s + 1] * wide(states[s])
+        total += weight[..., s : s + 1] * wide(states[s][...])
     return total
 
 
