@@ -42,10 +42,8 @@ def call(
     operands = [*inputs.values(), *outputs.values()]
 
     def kernel(scalar_ref, *refs):
-        names = [*inputs, *outputs]
-        found = dict(zip(names, refs, strict=False))
-        ins, outs = ({name: found[name] for name in group} for group in (inputs, outputs))
-        body(scalar_ref[0], ins, outs, refs[len(names) :])
+        ins, rest = dict(zip(inputs, refs, strict=False)), refs[len(inputs) :]
+        body(scalar_ref[0], ins, dict(zip(outputs, rest, strict=False)), rest[len(outputs) :])
 
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1, grid=grid,
