@@ -91,6 +91,7 @@ def routed_scan(
 def _forward(plan: Plan, x_BTD: Array, weights: Weights, depth, crosses: Crosses, reads: Reads, masks, see: Sight):
     has_cross, ops = any(part is not None for part in crosses), _ops(plan)
     buffer = jnp.zeros((plan.layers, *x_BTD.shape), x_BTD.dtype)
+    seen = ops.prepare(x_BTD, crosses, reads, masks, plan.shift) if has_cross else None
     carry = (x_BTD, buffer, buffer, buffer if has_cross else None)
 
     def layer(carry, at: At, within: int, w: Weights, routes) -> tuple[Any, Kept]:
@@ -104,7 +105,7 @@ def _forward(plan: Plan, x_BTD: Array, weights: Weights, depth, crosses: Crosses
             h_BTD, weight_BTN = ops.depth_forward(at, x_BTD, raw, read, own, plan.irc == "softmax")
         if has_cross:
             mixed = mixed.at[at.index].set(h_BTD)
-            h_BTD = ops.cross_forward(h_BTD, cross, reads, masks, plan.shift)
+            h_BTD = ops.cross_forward(h_BTD, cross, reads, seen, plan.shift)
         return (h_BTD, raw, inputs, mixed), Kept(weight_BTN, *_summary(plan, out_BTD))
 
     (h_BTD, raw, inputs, mixed), kept = _over_layers(plan, layer, carry, weights, (depth, crosses))
@@ -120,12 +121,8 @@ def _backward(plan: Plan, residuals, d: Outputs):
     x_BTD, weights, depth, crosses, reads, masks, see, raw, inputs, mixed, weight, moments = residuals
     has_cross, ops, outside = mixed is not None, _ops(plan), _outside(plan, d, moments)
     buffer = jnp.zeros_like(raw)
-    carry = (
-        d.h_BTD,
-        buffer,
-        buffer if has_cross else None,
-        _no_statistics(reads),
-    )
+    seen = ops.prepare(x_BTD, crosses, reads, masks, plan.shift) if has_cross else None
+    carry = (d.h_BTD, buffer, buffer if has_cross else None, _no_statistics(reads))
 
     def layer(carry, at: At, within: int, w: Weights, given) -> tuple[Any, Any]:
         dh_BTD, dz, dh, d_statistics = carry
@@ -136,7 +133,7 @@ def _backward(plan: Plan, residuals, d: Outputs):
         if has_cross:
             dh = dh.at[l].set(dh_BTD)
             dh_BTD, d_cross, d_own_statistics, trace = ops.cross_backward(
-                dh_BTD, mixed[l], cross, reads, masks, plan.shift
+                dh_BTD, mixed[l], cross, reads, seen, plan.shift
             )
             d_statistics = jax.tree.map(jnp.add, d_statistics, d_own_statistics)
         d_out, d_update = dh_BTD, jnp.zeros_like(dh_BTD)
@@ -159,7 +156,7 @@ def _backward(plan: Plan, residuals, d: Outputs):
         dx = (wide(dx) + route_mix.later_cotangent(-1, dz, weight)).astype(dx.dtype)
     d_reads = Reads()
     if has_cross:
-        d_reads = ops.cross_gather(dh, trace, crosses, reads, masks, plan.shift)
+        d_reads = ops.cross_gather(dh, trace, crosses, reads, seen, plan.shift)
         d_reads = _with_statistics(d_reads, d_statistics)
     cotangents = (dx, d_weights, d_depth, d_crosses, d_reads)
     primals = (x_BTD, weights, depth, crosses, reads)

@@ -4,6 +4,7 @@ Shapes: t tokens of a tile, m = t/k concepts of it, S sources, D width.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,11 +36,15 @@ def tile_of(tokens: int, most: int, k: int, interpret: bool) -> int:
 
 
 def call(
-    body: Callable, grid: tuple[int, ...], inputs: dict[str, Operand], outputs: dict[str, Operand],
-    scratch: Sequence[tuple[int, ...]], scalar: Array, like: int, flops: int, interpret: bool,
+    name: str, body: Callable, grid: tuple[int, ...], inputs: dict[str, Operand], outputs: dict[str, Operand],
+    scratch: Sequence[tuple[int, ...]], scalar: Array, likes: Sequence[int], flops: int, interpret: bool,
 ) -> dict[str, Array]:  # fmt: skip
-    """Run `body(scalar, inputs, outputs, scratch)`, refs by name. Cost is estimated for the scalar's value `like`."""
+    """Run `body(scalar, inputs, outputs, scratch)`, refs by name; `name` is the kernel's.
+
+    Its cost is the mean over the values that the scalar can have, `likes`.
+    """
     operands = [*inputs.values(), *outputs.values()]
+    moved = round(statistics.mean(moved_bytes(grid, operands, (n,)) for n in likes))
 
     def kernel(scalar_ref, *refs):
         ins, rest = dict(zip(inputs, refs, strict=False)), refs[len(inputs) :]
@@ -52,10 +57,8 @@ def call(
         scratch_shapes=[pltpu.VMEM(shape, F32) for shape in scratch],
     )  # fmt: skip
     run = pl.pallas_call(
-        kernel, grid_spec=spec, out_shape=[o.value for o in outputs.values()], interpret=interpret,
-        cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=0, bytes_accessed=moved_bytes(grid, operands, (like,))
-        ),
+        kernel, name=name, grid_spec=spec, out_shape=[o.value for o in outputs.values()], interpret=interpret,
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[pltpu.ARBITRARY] * len(grid), vmem_limit_bytes=VMEM
         ),
@@ -66,7 +69,7 @@ def call(
 def placement(tile: int, rows: int, k: int, early: int = 0, first: int = 0) -> Array:
     """Zeros and ones [t, m]: token t reads row (t + early) // k + first."""
     token, row = (lax.broadcasted_iota(jnp.int32, (tile, rows), axis) for axis in (0, 1))
-    return ((token + early) // k + first == row).astype(F32)
+    return (lax.div(token + early, k) + first == row).astype(F32)  # `//` would ask which TPU this is
 
 
 def exact_dot(choice: Array, x: Array, axis: int = 1) -> Array:

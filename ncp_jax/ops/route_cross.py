@@ -78,7 +78,7 @@ def forward(z_tD: Array, given: dict[str, Array], crosses: Crosses, layout: Layo
         o["h"][...] = h.astype(z_tD.dtype)
 
     flops = _flops(z_tD, layout)
-    return call(body, _grid(z_tD, layout), inputs, outputs, [], _nothing(), 0, flops, interpret)["h"]
+    return call("cross_forward", body, _grid(z_tD, layout), inputs, outputs, [], _nothing(), [0], flops, interpret)["h"]
 
 
 def backward(
@@ -112,7 +112,18 @@ def backward(
         for n, part in enumerate(jax.tree.leaves(d)):
             o[f"d{n}"][...] += part
 
-    found = call(body, _grid(z_tD, layout), inputs, outputs, [], _nothing(), 0, 3 * _flops(z_tD, layout), interpret)
+    found = call(
+        "cross_backward",
+        body,
+        _grid(z_tD, layout),
+        inputs,
+        outputs,
+        [],
+        _nothing(),
+        [0],
+        3 * _flops(z_tD, layout),
+        interpret,
+    )
     d = jax.tree.unflatten(tree, [found[f"d{n}"] for n in range(len(leaves))])
     return found["dz"], d, found["scalars"], found["trace"]
 
@@ -151,7 +162,7 @@ def gather(
         _gather_tile(i, o, L, layout)
 
     flops = 2 * dh.size * (E + C + 2)
-    return call(body, grid, inputs, outputs, [], _nothing(), 0, flops, interpret)
+    return call("cross_gather", body, grid, inputs, outputs, [], _nothing(), [0], flops, interpret)
 
 
 def _gather_tile(i: dict[str, Any], o: dict[str, Any], L: int, layout: Layout) -> None:

@@ -53,9 +53,10 @@ def forward(count: Array, given: dict[str, Any], at: At, softmax: bool, interpre
         def last():
             o["z"][...] = (total[...] + column_of(o["weight"], 0) * wide(i["input"][...])).astype(o["z"].dtype)
 
-    like = _mean_count(at)
-    flops = 2 * tokens * D * (like + N)
-    return call(body, (tokens // tile, N), inputs, outputs, [(tile, D)], count, like, flops, interpret)
+    flops = 2 * tokens * D * 2 * N
+    return call(
+        "depth_forward", body, (tokens // tile, N), inputs, outputs, [(tile, D)], count, _counts(at), flops, interpret
+    )
 
 
 def backward(
@@ -134,9 +135,19 @@ def backward(
         def write():
             o["out"][...] = total[...].astype(dtype)
 
-    like = _mean_count(at)
     flops = 2 * tokens * D * (2 * N + 3 * N)
-    return call(body, (tokens // tile, N + L), inputs, outputs, [(tile, D), (tile, N)], count, like, flops, interpret)
+    return call(
+        "depth_backward",
+        body,
+        (tokens // tile, N + L),
+        inputs,
+        outputs,
+        [(tile, D), (tile, N)],
+        count,
+        _counts(at),
+        flops,
+        interpret,
+    )
 
 
 def _depth_operands(given: dict[str, Any], tile: int, state: Callable[..., Any]) -> dict[str, Operand]:
@@ -160,8 +171,8 @@ def count_of(at: At) -> Array:
     return jnp.asarray(at.index + 2, jnp.int32)
 
 
-def _mean_count(at: At) -> int:
-    return round(sum(at.choices) / len(at.choices)) + 2
+def _counts(at: At) -> list[int]:
+    return [layer + 2 for layer in at.choices]
 
 
 def rows_of(p: Depth) -> Depth:

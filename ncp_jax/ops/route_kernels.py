@@ -72,7 +72,11 @@ class Kernels(NamedTuple):
         )  # fmt: skip
         return out, dy, Depth(dp.static_N[0], dp.w1_ND, dp.w2_NN)
 
-    def cross_forward(self, z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift) -> Array:
+    def prepare(self, z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift) -> dict[str, Array]:
+        """What the kernels read, made once per tower; the other functions take it for `masks`."""
+        return self._given(reads, masks, self._layout(z_BTD, crosses, reads, shift), z_BTD)[0]
+
+    def cross_forward(self, z_BTD: Array, crosses: Crosses, reads: Reads, masks: Any, shift: Shift) -> Array:
         """As route_mix.cross_forward."""
         layout, one = self._layout(z_BTD, crosses, reads, shift), P(*self._split(z_BTD))
         given, specs = self._given(reads, masks, layout, z_BTD)
@@ -84,7 +88,7 @@ class Kernels(NamedTuple):
         return self._over_mesh(run, (one, specs, P()), one)(z_BTD, given, route_cross.rows_of(crosses))
 
     def cross_backward(
-        self, dh_BTD: Array, z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift
+        self, dh_BTD: Array, z_BTD: Array, crosses: Crosses, reads: Reads, masks: Any, shift: Shift
     ) -> tuple[Array, Crosses, Statistics, Array]:
         """As route_mix.cross_backward; the trace is one array [B, T, ...]."""
         layout, split = self._layout(z_BTD, crosses, reads, shift), self._split(z_BTD)
@@ -108,9 +112,7 @@ class Kernels(NamedTuple):
         )
         return dz, route_cross.vectors_of(d, crosses), statistics, trace
 
-    def cross_gather(
-        self, dh: Array, trace: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift
-    ) -> Reads:
+    def cross_gather(self, dh: Array, trace: Array, crosses: Crosses, reads: Reads, masks: Any, shift: Shift) -> Reads:
         """As route_mix.cross_gather."""
         layout, split = self._layout(dh[0], crosses, reads, shift), self._split(dh[0])
         one, many = P(*split), P(None, *split)
@@ -145,19 +147,9 @@ class Kernels(NamedTuple):
         tile = tile_of(tokens, route_cross.TILE, k, self.interpret)
         return route_cross.Layout(encoder, concept, reads.injected is not None, tile, k, early)
 
-    def _given(self, reads: Reads, masks: Masks, layout: route_cross.Layout, z_BTD: Array) -> tuple[dict, dict]:
+    def _given(self, reads: Reads, masks: Any, layout: route_cross.Layout, z_BTD: Array) -> tuple[dict, dict]:
         """(arrays that the kernels read, their specs)."""
-        columns = [part for read in (reads.encoder, reads.concept) if read is not None for part in read[1:]]
-        given = {"scalars": jnp.concatenate([*columns, masks.available_BT1, masks.biased_BT1], axis=-1)}
-        if reads.encoder is not None:
-            given["encoder"] = reads.encoder.states
-        if reads.concept is not None:
-            given["concept"] = reads.concept.states
-        if reads.injected is not None:
-            given["injected"] = reads.injected[None]
-        for name in ("concept", "injected"):
-            if name in given:
-                given[f"{name}_edge"] = _edges(given[name], layout.tile // layout.k)
+        given = masks if isinstance(masks, dict) else _arrays(reads, masks, layout)
         split = self._split(z_BTD)
         alone = ("scalars", "concept_edge", "injected_edge")
         return given, {name: P(*split) if name in alone else P(None, *split) for name in given}
@@ -177,6 +169,21 @@ class Kernels(NamedTuple):
             return run
         # A kernel is opaque to the partitioner. check_vma: it does not say over which axes its outputs vary.
         return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _arrays(reads: Reads, masks: Masks, layout: route_cross.Layout) -> dict[str, Array]:
+    columns = [part for read in (reads.encoder, reads.concept) if read is not None for part in read[1:]]
+    given = {"scalars": jnp.concatenate([*columns, masks.available_BT1, masks.biased_BT1], axis=-1)}
+    if reads.encoder is not None:
+        given["encoder"] = reads.encoder.states
+    if reads.concept is not None:
+        given["concept"] = reads.concept.states
+    if reads.injected is not None:
+        given["injected"] = reads.injected[None]
+    for name in ("concept", "injected"):
+        if name in given:
+            given[f"{name}_edge"] = _edges(given[name], layout.tile // layout.k)
+    return given
 
 
 def _flat_given(given: dict[str, Array]) -> dict[str, Array]:

@@ -291,6 +291,11 @@ def later_cotangent(index: int, dz: Array, weights: Array) -> Array:
     return weighted(column, [dz[l] for l in range(first, len(dz))])
 
 
+def prepare(z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift) -> Masks:
+    """Nothing to make once per tower; kernels have something."""
+    return masks
+
+
 def cross_forward(z_BTD: Array, crosses: Crosses, reads: Reads, masks: Masks, shift: Shift) -> Array:
     """The state after one layer's re-injection and cross routes."""
     tile = cross_tile(wide(z_BTD), jax.tree.map(wide, crosses), *_whole(reads, masks, shift))

@@ -98,3 +98,14 @@ def test_periods(window, layers):
     c = presets()["released"]
     c = dataclasses.replace(c, backbone=dataclasses.replace(BACKBONE, window=window))
     check(deep(c, layers), "scan", "concat", wide=True, length=5 * K + 2)
+
+
+@pytest.mark.parametrize(("name", "packing"), [("released", "documents"), ("paper", "concat")])
+def test_kernels(name, packing):
+    """Step by step on this platform; the encoder scans two super-blocks and a remainder."""
+    check(deep(presets()[name], (5, 1, 2)), "interpreted", packing, wide=False)
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+def test_float32(packing):
+    check(deep(presets()["released"], (3, 2, 2)), "scan", packing, wide=False)
