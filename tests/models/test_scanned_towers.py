@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from models_for_tests import BACKBONE, VOCAB, K, presets, random_params
 
 from ncp_jax.models.ncp.config import NCPConfig
+from ncp_jax.parallel.mesh import MeshConfig, make_mesh
+from ncp_jax.parallel.rules import activation_rules, batch_sharding, place, shardings
 from ncp_jax.train.families import build_model, build_task
 
 TOKENS = 6 * K
@@ -61,14 +64,18 @@ def check(c: NCPConfig, form: str, packing: str, wide: bool, length: int = TOKEN
         our_loss, ours = gradients(with_form(c, form), params, batch, dtype)
     value, gradient = (1e-9, 1e-9) if wide else (1e-5, 1e-4)
     np.testing.assert_allclose(our_loss, loss, rtol=value)
-    everything = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+    close(ours, grads, gradient)
 
-    def close(path, ours, theirs):
-        # Some leaves are zero but for rounding, which the largest gradient's scale bounds.
-        scale = float(jnp.abs(theirs).max()) + 1e-3 * everything
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=gradient * scale, err_msg=jax.tree_util.keystr(path))
 
-    jax.tree_util.tree_map_with_path(close, ours, grads)
+def close(ours, theirs, tolerance: float):
+    """Every leaf, relative to its largest value. Some are zero but for rounding, which the largest gradient bounds."""
+    everything = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(theirs))
+
+    def one(path, a, b):
+        scale = float(jnp.abs(b).max()) + 1e-3 * everything
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(one, ours, theirs)
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
@@ -109,3 +116,22 @@ def test_kernels(name, packing):
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 def test_float32(packing):
     check(deep(presets()["released"], (3, 2, 2)), "scan", packing, wide=False)
+
+
+# data, fsdp, tensor, seq: rows and heads split; tokens split, so that a device's first concept is its neighbour's last
+@pytest.mark.parametrize(
+    ("form", "mesh"), [("scan", (1, 2, 2, 1)), ("interpreted", (2, 1, 2, 1)), ("interpreted", (1, 2, 1, 2))]
+)
+def test_a_mesh_changes_nothing(form, mesh):
+    c, batch = deep(presets()["released"], (3, 1, 1)), batch_of("documents", 8 * K)
+    params = random_params(build_model(c))
+    loss, grads = gradients(c, params, batch, jnp.float32)
+    boxed = jax.eval_shape(build_model(c).init, jax.random.key(0), jnp.zeros((1, K), jnp.int32))["params"]
+    devices = make_mesh(MeshConfig(*mesh), jax.devices()[:4])
+    with jax.set_mesh(devices), nn.logical_axis_rules(activation_rules()):
+        split = jax.device_put(batch, batch_sharding(devices))
+        our_loss, ours = gradients(
+            with_form(c, form), jax.device_put(params, shardings(place(boxed, devices))), split, jnp.float32
+        )
+    np.testing.assert_allclose(our_loss, loss, rtol=1e-5)
+    close(ours, grads, 1e-4)
