@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.layers import base_std, param, rms_norm, truncated_normal
@@ -162,6 +162,16 @@ def remat_block(s: Backbone) -> Callable[..., tuple[Array, Array, KV]]:
     """`block` under the backbone's remat policy."""
     policy = REMAT[s.remat]
     return block if policy is None else jax.checkpoint(block, policy=policy, static_argnums=(2, 3))
+
+
+def gathered_late(x_BTD: Array, later: Weights) -> tuple[Array, Weights]:
+    """A layer's input, and a later layer's weights, not to be gathered from other devices before that input is there.
+
+    Else XLA starts the gathers of all unrolled layers at once, and whole weights of every layer lie in memory together.
+    On one device there is nothing to gather, and nothing is done.
+    """
+    alone = jax.sharding.get_abstract_mesh().size <= 1
+    return (x_BTD, later) if alone else lax.optimization_barrier((x_BTD, later))
 
 
 def cast_matrices(w: Weights, dtype) -> Weights:

@@ -8,8 +8,10 @@ update as the update, and what lies in VMEM (memory space S(1)) is free.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # Instructions that move nothing themselves.
@@ -26,6 +28,10 @@ _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+# Devices that exchange with one another: written out, or as [groups,size]<=[sides]T(order) of an iota.
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _TRIPS = re.compile(r'known_trip_count":?\s*[{=]\s*"?n"?\s*:\s*"?(\d+)')
 
 
@@ -40,37 +46,56 @@ class Instruction(NamedTuple):
     called: tuple[str, ...]
     trips: int | None
     number: int  # of a parameter
+    groups: tuple[tuple[int, ...], ...]  # of a collective; none: all devices
+    source: str  # the operation of the program that it computes
 
 
 Computations = dict[str, dict[str, Instruction]]
 
 
 class Traffic(NamedTuple):
-    """Per device and execution: bytes by kind of collective (of results), their number, HBM bytes, loops of unknown
-    length (counted once)."""
+    """Per device and execution: bytes by kind of collective (of results), their number, those among them whose groups
+    span slices, HBM bytes, loops of unknown length (counted once)."""
 
     collective_bytes: dict[str, float]
     collective_count: dict[str, float]
+    slice_bytes: dict[str, float]
     hbm_bytes: float
     unknown_loops: int
 
 
-def traffic(text: str) -> Traffic:
-    """The traffic of an optimized HLO module."""
+def traffic(text: str, slices: Sequence[int] | None = None) -> Traffic:
+    """The traffic of an optimized HLO module. `slices`: each device's slice, in mesh order, where there are several."""
     computations, entry = parse(text)
     runs, fused, unknown = _runs(computations, entry)
     size: dict[str, float] = defaultdict(float)
     count: dict[str, float] = defaultdict(float)
+    between: dict[str, float] = defaultdict(float)
     hbm = 0.0
     for name, times in runs.items():
         for instruction in computations.get(name, {}).values():
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                size[kind] += times * _result_of_collective(instruction, computations[name])
+                moved = times * _result_of_collective(instruction, computations[name])
+                size[kind] += moved
                 count[kind] += times
+                if slices is not None and _spans(instruction.groups, slices):
+                    between[kind] += moved
             if name not in fused:
                 hbm += times * _moved(instruction, computations[name], computations)
-    return Traffic(dict(size), dict(count), hbm, unknown)
+    return Traffic(dict(size), dict(count), dict(between), hbm, unknown)
+
+
+def largest(text: str, count: int = 5) -> list[tuple[str, int]]:
+    """The largest arrays that the module makes in HBM: (operation, bytes), each operation once."""
+    found: dict[str, int] = {}
+    computations, entry = parse(text)
+    runs, fused, _ = _runs(computations, entry)
+    for instruction in (i for name in runs.keys() - fused for i in computations.get(name, {}).values()):
+        if instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
+            name = instruction.source or instruction.name
+            found[name] = max(found.get(name, 0), instruction.bytes)
+    return sorted(found.items(), key=lambda pair: -pair[1])[:count]
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -104,10 +129,28 @@ def _instruction(line: str) -> Instruction | None:
     ]
     trips = _TRIPS.search(attributes)
     hbm, everywhere = _sizes(result)
+    source = _SOURCE.search(attributes)
     return Instruction(
         name.group(1), opcode.group(1), hbm, everywhere, tuple(_NAME.findall(inside)), tuple(called),
-        int(trips.group(1)) if trips else None, int(inside) if inside.isdigit() else 0,
+        int(trips.group(1)) if trips else None, int(inside) if inside.isdigit() else 0, _groups(attributes),
+        source.group(1) if source else "",
     )  # fmt: skip
+
+
+def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    if found := _IOTA.search(attributes):
+        shape, sides = (tuple(map(int, part.split(","))) for part in found.group(1, 2))
+        order = tuple(map(int, found[3].split(","))) if found[3] else tuple(range(len(sides)))
+        devices = np.arange(np.prod(sides)).reshape(sides).transpose(order).reshape(shape)
+        return tuple(tuple(map(int, group)) for group in devices)
+    if found := _GROUPS.search(attributes):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1]))
+    return ()
+
+
+def _spans(groups: Sequence[Sequence[int]], slices: Sequence[int]) -> bool:
+    groups = groups or [range(len(slices))]
+    return any(len({slices[device] for device in group}) > 1 for group in groups)
 
 
 def _matching(rest: str) -> tuple[str, str]:

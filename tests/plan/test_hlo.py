@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ncp_jax.parallel.mesh import MeshConfig, make_mesh
-from ncp_jax.plan.hlo import parse, traffic
+from ncp_jax.plan.hlo import largest, parse, traffic
 
 TEXT = """HloModule step, is_scheduled=true
 
@@ -95,3 +95,31 @@ def test_a_real_program():
     assert found.collective_count["all-gather"] in (1, 5)  # all at once before the loop, or one in each turn
     computations, entry = parse(text)
     assert entry in computations
+
+
+@pytest.mark.parametrize(
+    ("groups", "spans"),
+    [
+        ("replica_groups=[2,2]<=[4]", False),  # {0,1} {2,3}
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", True),  # {0,2} {1,3}
+        ("replica_groups={{0,1},{2,3}}", False),
+        ("source_target_pairs={{0,1},{1,0}}", False),
+        ("source_target_pairs={{0,1},{1,2}}", True),
+        ("replica_groups={}", True),  # all devices
+    ],
+)
+def test_collectives_between_slices(groups, spans):
+    text = TEXT.replace("replica_groups=[1,4]<=[4]", groups)
+    found = traffic(text, slices=[0, 0, 1, 1]).slice_bytes
+    assert found.pop("all-gather", None) == (6 * 4 * ROW if spans else None)
+    assert found == {"all-reduce": 8 * ROW}  # names no groups
+
+
+def test_the_largest_array_is_named_by_its_source():
+    inside, outside = 'metadata={op_name="step/inside"}', 'metadata={op_name="step/outside"}'
+    text = TEXT.replace("dynamic_slice_sizes={1,1024}", f"dynamic_slice_sizes={{1,1024}}, {inside}")
+    text = text.replace("to_apply=%add", f"to_apply=%add, {outside}")
+    found = dict(largest(text, count=100))
+    assert found["step/outside"] == 8 * ROW
+    assert "step/inside" not in found  # within a fusion: never in memory
+    assert list(found.values()) == sorted(found.values(), reverse=True)
