@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 Initializer = Callable[..., Array]
 
@@ -99,3 +100,8 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self) -> Array:
         return param(self, "kernel", truncated_normal(self.std), [self.width, self.vocab], ["embed", "vocab"])
+
+
+def head_split() -> PartitionSpec | None:
+    """Mesh axes of rows, tokens and vocabulary, as the fused head and cross-entropy asks for them."""
+    return nn.logical_to_mesh_axes(("batch", "sequence", "vocab"))

@@ -63,6 +63,21 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert found.unknown_loops == 0
 
 
+LENGTH = ', backend_config={"known_trip_count":{"n":"6"}}'
+
+
+def test_a_loop_whose_length_is_in_its_condition_alone():
+    assert traffic(TEXT.replace(LENGTH, "")).collective_count["all-gather"] == 6
+    from_one = TEXT.replace(LENGTH, "").replace("%start = s32[] constant(0)", "%start = s32[] constant(1)")
+    assert traffic(from_one).collective_count["all-gather"] == 5
+    assert traffic(from_one).unknown_loops == 0
+
+
+def test_a_collective_of_one_device_moves_nothing():
+    found = traffic(TEXT.replace("replica_groups=[1,4]<=[4]", "replica_groups={{0},{1},{2},{3}}"))
+    assert "all-gather" not in found.collective_count
+
+
 def test_slices_updates_and_vmem():
     found = traffic(TEXT.replace('"known_trip_count":{"n":"6"}', '"known_trip_count":{"n":"1"}'))
     sliced = 2 * ROW + 4  # the row read and written, and its number
@@ -74,7 +89,7 @@ def test_slices_updates_and_vmem():
 
 
 def test_a_loop_of_unknown_length_is_reported():
-    found = traffic(TEXT.replace(', backend_config={"known_trip_count":{"n":"6"}}', ""))
+    found = traffic(TEXT.replace(LENGTH, "").replace("direction=LT", "direction=NE"))
     assert (found.unknown_loops, found.collective_count["all-gather"]) == (1, 1)
 
 
