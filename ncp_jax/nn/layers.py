@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from ncp_jax.nn.gather import looked_up
+
 Initializer = Callable[..., Array]
 
 
@@ -86,8 +88,7 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: Array) -> Array:
         table_VD = param(self, "table", truncated_normal(self.std), [self.vocab, self.width], ["vocab", "embed"])
-        table_VD = nn.with_logical_constraint(table_VD.astype(self.dtype), ("vocab", "features"))
-        return nn.with_logical_constraint(jnp.take(table_VD, tokens_BT, axis=0), ("batch", "sequence", "features"))
+        return looked_up(table_VD, tokens_BT, self.dtype)
 
 
 class Head(nn.Module):

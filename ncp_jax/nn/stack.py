@@ -12,7 +12,8 @@ import jax
 from jax import Array, lax
 
 from ncp_jax.nn.backbone import Backbone
-from ncp_jax.nn.block import KV, Sight, Weights, cast_matrices, gathered_late, layer_of, remat_block
+from ncp_jax.nn.block import KV, Sight, Weights, cast_matrices, layer_of, remat_block
+from ncp_jax.nn.gather import gathered_late
 
 Mixer = Callable[[int, Sequence[Array], Array], Array]  # (layer, history oldest first, update) -> routed state
 Cross = Callable[[int, Array], Array]  # (layer, routed state) -> with what other towers add
