@@ -7,8 +7,9 @@ from jax.sharding import AbstractMesh
 
 
 def dividing(mesh: AbstractMesh, axes: Any, size: int) -> Any:
-    """The mesh axes of a dimension, None if it does not divide over them."""
-    return None if size % devices_along(mesh, axes) else axes
+    """The mesh axes of a dimension; None if they split nothing, or if it does not divide over them."""
+    devices = devices_along(mesh, axes)
+    return None if devices == 1 or size % devices else axes
 
 
 def devices_along(mesh: AbstractMesh, axes: Any) -> int:

@@ -30,9 +30,10 @@ _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
-# Devices that exchange with one another: written out, or as [groups,size]<=[sides]T(order) of an iota.
+# Devices that exchange with one another: written out, [groups,size]<=[sides]T(order) of an iota, or axes of a mesh.
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":?\s*[{=]\s*"?n"?\s*:\s*"?(\d+)')
@@ -141,11 +142,21 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     if found := _IOTA.search(attributes):
         shape, sides = (tuple(map(int, part.split(","))) for part in found.group(1, 2))
         order = tuple(map(int, found[3].split(","))) if found[3] else tuple(range(len(sides)))
-        devices = np.arange(np.prod(sides)).reshape(sides).transpose(order).reshape(shape)
-        return tuple(tuple(map(int, group)) for group in devices)
+        return _rows(np.arange(np.prod(sides)).reshape(sides).transpose(order).reshape(shape))
+    if found := _MESH.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        within = re.findall(r"'(\w+)'", found[2])
+        names = [name for name in sizes if name not in within] + within
+        grid = np.arange(np.prod([*sizes.values()])).reshape([*sizes.values()])
+        devices = grid.transpose([list(sizes).index(name) for name in names])
+        return _rows(devices.reshape(-1, np.prod([sizes[name] for name in within])))
     if found := _GROUPS.search(attributes):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1]))
     return ()
+
+
+def _rows(devices: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, group)) for group in devices)
 
 
 def _spans(groups: Sequence[Sequence[int]], slices: Sequence[int]) -> bool:

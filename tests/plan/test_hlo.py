@@ -118,6 +118,9 @@ def test_a_real_program():
         ("replica_groups=[2,2]<=[4]", False),  # {0,1} {2,3}
         ("replica_groups=[2,2]<=[2,2]T(1,0)", True),  # {0,2} {1,3}
         ("replica_groups={{0,1},{2,3}}", False),
+        ("replica_groups=mesh['x'=2,'y'=2] {'y'}", False),
+        ("replica_groups=mesh['x'=2,'y'=2] {'x'}", True),
+        ("replica_groups=mesh['x'=2,'y'=2] {'x','y'}", True),
         ("source_target_pairs={{0,1},{1,0}}", False),
         ("source_target_pairs={{0,1},{1,2}}", True),
         ("replica_groups={}", True),  # all devices
