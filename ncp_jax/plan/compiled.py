@@ -83,9 +83,8 @@ def compile_step(step: Step, effort: Effort = "quick") -> Compiled:
             return Compiled(None, None, time.monotonic() - began, excess, [], None)
     seconds = time.monotonic() - began
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
-    moved = traffic(text, [device.slice_index for device in program.mesh.devices.flat] if where.slices > 1 else None)
     excess = max(0, memory.peak - int(where.chip.hbm))
-    return Compiled(memory, moved, seconds, excess, largest(text), _optimal_seconds(compiled, text))
+    return Compiled(memory, traffic(text), seconds, excess, largest(text), _optimal_seconds(compiled, text))
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
@@ -101,8 +100,8 @@ def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 def roofline(flops: float, moved: Traffic, chip: Chip) -> Roofline:
     """`flops` per chip and step, recomputation included.
 
-    Collectives are costed at the chip's whole bandwidth, between chips or, where their groups span slices, at its
-    share of the network between slices: a gathered or exchanged result once, a reduced result twice.
+    Collectives within a slice are costed at the chip's whole bandwidth to other chips, those between slices at its
+    share of the network: a gathered or exchanged result once, a reduced result twice.
     """
     wire, network = (
         sum(size * (2 if kind == "all-reduce" else 1) for kind, size in sizes.items())
@@ -110,7 +109,7 @@ def roofline(flops: float, moved: Traffic, chip: Chip) -> Roofline:
     )
     return Roofline(
         flops / (MATMUL_SHARE * chip.flops), moved.hbm_bytes / (HBM_SHARE * chip.hbm_bandwidth),
-        (wire - network) / chip.ici_bandwidth, network / chip.dcn_bandwidth,
+        wire / chip.ici_bandwidth, network / chip.dcn_bandwidth,
     )  # fmt: skip
 
 

@@ -9,10 +9,8 @@ in-place update as the update, and what lies in VMEM (memory space S(1)) is free
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # Instructions that move nothing themselves.
@@ -30,10 +28,8 @@ _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
-# Devices that exchange with one another: written out, [groups,size]<=[sides]T(order) of an iota, or axes of a mesh.
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}")
+_ALONE = re.compile(r"replica_groups=\{(?:\{\d+\},?)+\}")  # groups of one device each
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":?\s*[{=]\s*"?n"?\s*:\s*"?(\d+)')
@@ -56,8 +52,8 @@ Computations = dict[str, dict[str, Instruction]]
 
 
 class Traffic(NamedTuple):
-    """Per device and execution: bytes by kind of collective (of results), their number, those among them whose groups
-    span slices, HBM bytes, loops of unknown length (counted once)."""
+    """Per device and execution: bytes by kind of collective within a slice (of results), their number; bytes sent to
+    other slices, by kind; HBM bytes, loops of unknown length (counted once)."""
 
     collective_bytes: dict[str, float]
     collective_count: dict[str, float]
@@ -66,8 +62,8 @@ class Traffic(NamedTuple):
     unknown_loops: int
 
 
-def traffic(text: str, slices: Sequence[int] | None = None) -> Traffic:
-    """The traffic of an optimized HLO module. `slices`: each device's slice, in mesh order, where there are several."""
+def traffic(text: str) -> Traffic:
+    """The traffic of an optimized HLO module: one slice's program, which hands what others need to its host."""
     computations, entry = parse(text)
     runs, fused, unknown = _runs(computations, entry)
     size: dict[str, float] = defaultdict(float)
@@ -77,13 +73,12 @@ def traffic(text: str, slices: Sequence[int] | None = None) -> Traffic:
     for name, times in runs.items():
         for instruction in computations.get(name, {}).values():
             kind = instruction.opcode.removesuffix("-start")
-            groups = _groups(instruction.attributes) if kind in COLLECTIVES else ()
-            if kind in COLLECTIVES and not (groups and all(len(group) == 1 for group in groups)):
-                moved = times * _result_of_collective(instruction, computations[name])
-                size[kind] += moved
+            if kind in COLLECTIVES and not _ALONE.search(instruction.attributes):
+                size[kind] += times * _result_of_collective(instruction, computations[name])
                 count[kind] += times
-                if slices is not None and _spans(groups, slices):
-                    between[kind] += moved
+            elif kind == "send" and (sent := _BETWEEN_SLICES.search(instruction.attributes)):
+                given = computations[name].get(instruction.operands[0])
+                between[sent.group(1).lower().replace("_", "-")] += times * (given.all_bytes if given else 0)
             if name not in fused:
                 hbm += times * _moved(instruction, computations[name], computations)
     return Traffic(dict(size), dict(count), dict(between), hbm, unknown)
@@ -136,32 +131,6 @@ def _instruction(line: str) -> Instruction | None:
         name.group(1), opcode.group(1), hbm, everywhere, tuple(_NAME.findall(inside)), tuple(called),
         int(inside) if inside.isdigit() else 0, attributes,
     )  # fmt: skip
-
-
-def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    if found := _IOTA.search(attributes):
-        shape, sides = (tuple(map(int, part.split(","))) for part in found.group(1, 2))
-        order = tuple(map(int, found[3].split(","))) if found[3] else tuple(range(len(sides)))
-        return _rows(np.arange(np.prod(sides)).reshape(sides).transpose(order).reshape(shape))
-    if found := _MESH.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        within = re.findall(r"'(\w+)'", found[2])
-        names = [name for name in sizes if name not in within] + within
-        grid = np.arange(np.prod([*sizes.values()])).reshape([*sizes.values()])
-        devices = grid.transpose([list(sizes).index(name) for name in names])
-        return _rows(devices.reshape(-1, np.prod([sizes[name] for name in within])))
-    if found := _GROUPS.search(attributes):
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1]))
-    return ()
-
-
-def _rows(devices: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, group)) for group in devices)
-
-
-def _spans(groups: Sequence[Sequence[int]], slices: Sequence[int]) -> bool:
-    groups = groups or [range(len(slices))]
-    return any(len({slices[device] for device in group}) > 1 for group in groups)
 
 
 def _matching(rest: str) -> tuple[str, str]:

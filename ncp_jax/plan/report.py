@@ -118,9 +118,8 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         moved = found["traffic"]
         lines.append(("HBM traffic", _gb(moved["hbm_bytes"])))
         for kind, size in sorted(moved["collective_bytes"].items(), key=lambda pair: -pair[1]):
-            between = moved["slice_bytes"].get(kind)
-            across = f", {_gb(between)} between slices" if between else ""
-            lines.append((f"  {kind}", f"{moved['collective_count'][kind]:,.0f} x, {_gb(size)}{across}"))
+            lines.append((f"  {kind}", f"{moved['collective_count'][kind]:,.0f} x, {_gb(size)}"))
+        lines += [(f"  {kind}", f"{_gb(size)} between slices") for kind, size in sorted(moved["slice_bytes"].items())]
         limits = found["roofline"]
         times = ", ".join(f"{name} {1e3 * limits[name]:,.1f} ms" for name in ("compute", "hbm", "ici", "dcn"))
         lines.append(("roofline", f"{times}: limited by {limits['limit']}"))

@@ -112,25 +112,13 @@ def test_a_real_program():
     assert entry in computations
 
 
-@pytest.mark.parametrize(
-    ("groups", "spans"),
-    [
-        ("replica_groups=[2,2]<=[4]", False),  # {0,1} {2,3}
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", True),  # {0,2} {1,3}
-        ("replica_groups={{0,1},{2,3}}", False),
-        ("replica_groups=mesh['x'=2,'y'=2] {'y'}", False),
-        ("replica_groups=mesh['x'=2,'y'=2] {'x'}", True),
-        ("replica_groups=mesh['x'=2,'y'=2] {'x','y'}", True),
-        ("source_target_pairs={{0,1},{1,0}}", False),
-        ("source_target_pairs={{0,1},{1,2}}", True),
-        ("replica_groups={}", True),  # all devices
-    ],
-)
-def test_collectives_between_slices(groups, spans):
-    text = TEXT.replace("replica_groups=[1,4]<=[4]", groups)
-    found = traffic(text, slices=[0, 0, 1, 1]).slice_bytes
-    assert found.pop("all-gather", None) == (6 * 4 * ROW if spans else None)
-    assert found == {"all-reduce": 8 * ROW}  # names no groups
+def test_what_is_sent_to_other_slices():
+    send = "%sent = (f32[8,1024]{1,0}, u32[], token[]) send(%a, %t), is_host_transfer=true, frontend_attributes={KIND}"
+    kind = '_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"'
+    text = TEXT.replace("  %sum = ", f"  {send.replace('KIND', kind)}\n  %sum = ")
+    assert traffic(text).slice_bytes == {"all-reduce": 8 * ROW}
+    assert traffic(TEXT).slice_bytes == {}
+    assert traffic(text).collective_bytes == traffic(TEXT).collective_bytes
 
 
 def test_the_largest_array_is_named_by_its_source():
