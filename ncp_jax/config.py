@@ -25,8 +25,8 @@ T = TypeVar("T")
 # its identity. The last two say what happens to a bad step: a run that stopped at one must be able to go on.
 NOT_IDENTITY = (
     "workdir", "mesh", "checkpoint", "evaluation", "data.prefetch", "data.workers", "train.log_every",
-    "train.diagnose_every", "model.backbone.attention", "optim.newton_schulz_layout", "train.on_bad_step",
-    "train.gradient_ceiling",
+    "train.diagnose_every", "model.backbone.attention", "model.routing.tower", "optim.newton_schulz_layout",
+    "train.on_bad_step", "train.gradient_ceiling",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Shapes: B batch, T positions, D width, n sources, L decoder layers.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -11,6 +12,30 @@ from jax import Array
 
 from ncp_jax.nn.layers import layer_norm, param
 from ncp_jax.ops.routing import cross_weights, depth_weights, mixture
+
+
+class DepthLeaves(NamedTuple):
+    """Parameters of a depth route over n candidates."""
+
+    static_n: Array
+    w1_Dn: Array
+    w2_nn: Array
+
+
+class CrossLeaves(NamedTuple):
+    """Parameters of a cross route over n sources."""
+
+    diagonal_D: Array
+    w1_Dn: Array
+    w2_nn: Array
+
+
+class ReinjectLeaves(NamedTuple):
+    """Parameters of a re-injection."""
+
+    scale_D: Array
+    bias_D: Array
+    diagonal_D: Array
 
 
 class DepthRoute(nn.Module):
@@ -22,10 +47,13 @@ class DepthRoute(nn.Module):
     softmax: bool
 
     @nn.compact
-    def __call__(self, router_BTD: Array, history: Sequence[Array]) -> Array:
-        n, D = len(history), router_BTD.shape[-1]
+    def leaves(self, D: int, n: int) -> DepthLeaves:
+        """The parameters alone, for a tower that is scanned (nn/routed_scan.py)."""
         static_n = param(self, "static", lambda *_: jnp.zeros(n).at[-1].set(1.0), [n], ["sources"])
-        w1_Dn, w2_nn = _router(self, D, n)
+        return DepthLeaves(static_n, *_router(self, D, n))
+
+    def __call__(self, router_BTD: Array, history: Sequence[Array]) -> Array:
+        static_n, w1_Dn, w2_nn = self.leaves(router_BTD.shape[-1], len(history))
         dtype = router_BTD.dtype
         weight_BTn = depth_weights(
             router_BTD, static_n.astype(dtype), w1_Dn.astype(dtype), w2_nn.astype(dtype), self.softmax
@@ -40,10 +68,13 @@ class CrossRoute(nn.Module):
     start: float  # initial diagonal
 
     @nn.compact
-    def __call__(self, state_BTD: Array, sources: Sequence[Array]) -> Array:
-        n, D = len(sources), state_BTD.shape[-1]
+    def leaves(self, D: int, n: int) -> CrossLeaves:
+        """The parameters alone."""
         diagonal_D = param(self, "diagonal", nn.initializers.constant(self.start), [D], ["norm"])
-        w1_Dn, w2_nn = _router(self, D, n)
+        return CrossLeaves(diagonal_D, *_router(self, D, n))
+
+    def __call__(self, state_BTD: Array, sources: Sequence[Array]) -> Array:
+        diagonal_D, w1_Dn, w2_nn = self.leaves(state_BTD.shape[-1], len(sources))
         dtype = state_BTD.dtype
         weight_BTn = cross_weights(state_BTD, w1_Dn.astype(dtype), w2_nn.astype(dtype))
         self.sow("intermediates", "weights", weight_BTn)
@@ -57,11 +88,16 @@ class Reinject(nn.Module):
     eps: float
 
     @nn.compact
-    def __call__(self, predicted_BMD: Array) -> tuple[Array, Array]:
-        D = predicted_BMD.shape[-1]
+    def leaves(self, D: int) -> ReinjectLeaves:
+        """The parameters alone."""
         scale_D = param(self, "norm_scale", nn.initializers.ones, [D], ["norm"])
         bias_D = param(self, "norm_bias", nn.initializers.zeros, [D], ["norm"])
-        diagonal_D = param(self, "diagonal", nn.initializers.constant(self.start), [D], ["norm"])
+        return ReinjectLeaves(
+            scale_D, bias_D, param(self, "diagonal", nn.initializers.constant(self.start), [D], ["norm"])
+        )
+
+    def __call__(self, predicted_BMD: Array) -> tuple[Array, Array]:
+        scale_D, bias_D, diagonal_D = self.leaves(predicted_BMD.shape[-1])
         diagonal_D, at_zero_D = diagonal_D.astype(predicted_BMD.dtype), bias_D.astype(predicted_BMD.dtype)
         return diagonal_D * layer_norm(predicted_BMD, scale_D, bias_D, self.eps), diagonal_D * at_zero_D
 

@@ -40,6 +40,8 @@ def build_task(config: ModelConfig, sequence: int, dtype: Any = jnp.float32, pla
 
 
 def _on(platform: str | None, config: Any) -> Any:
+    if isinstance(config, NCPConfig):
+        return config.on(platform)
     backbone = getattr(config, "backbone", None)
     return dataclasses.replace(config, backbone=backbone.on(platform)) if isinstance(backbone, Backbone) else config
 

@@ -40,6 +40,10 @@ class Routing:
     decoder_from_concept: bool = True
     crc_init: float = 0.02  # initial diagonal of every CRC
     reinject_init: float = 0.05  # initial diagonal of the re-injection
+    # How routed towers run, not what they compute. unrolled: layer by layer, states as a tuple | scan: one custom VJP
+    # (nn/routed_scan.py) | kernel: that, with the TPU kernels of ops/route_kernels.py | interpreted: those step by step
+    # on any platform, slow, for tests. Diagnostic steps and cached decoding are always unrolled.
+    tower: Literal["unrolled", "scan", "kernel", "interpreted"] = "unrolled"
 
 
 @frozen
@@ -97,6 +101,21 @@ class NCPConfig:
             raise ConfigError(
                 "routing.concept_from_encoder reads the first E-1 encoder layers; it needs encoder_layers >= 2"
             )
+
+    def on(self, platform: str | None) -> "NCPConfig":
+        """This model with its kernels chosen for a platform, as JAX names them; None: for any.
+
+        Raises ConfigError for a kernel that the platform does not have.
+        """
+        routing = self.routing
+        if routing.tower == "kernel" and platform not in ("tpu", None):
+            raise ConfigError(
+                f"routing.tower 'kernel' needs a TPU, and this runs on '{platform}'; choose scan, which has the same "
+                "backward pass without kernels, unrolled, or interpreted to test the kernels slowly"
+            )
+        if routing.tower == "kernel" and platform is None:
+            routing = dataclasses.replace(routing, tower="scan")
+        return dataclasses.replace(self, backbone=self.backbone.on(platform), routing=routing)
 
     @property
     def layers(self) -> int:

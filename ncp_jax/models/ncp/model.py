@@ -14,6 +14,7 @@ from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.ncp.towers import ConceptModule, ConceptStates, Decoder, Encoder, Injection
 from ncp_jax.nn.block import Sight, sight, whole_width
 from ncp_jax.nn.layers import Embed, Head, LayerNorm, RMSNorm, base_std
+from ncp_jax.nn.routed_scan import Outputs
 from ncp_jax.nn.stack import Past, Tower
 from ncp_jax.ops.chunking import available, chunk_mean, chunk_positions, chunk_segments, concept_index
 
@@ -67,7 +68,7 @@ class NCP(nn.Module):
         # 3. The next concept is predicted.
         positions_BM = chunk_positions(positions_BT, k)
         see_concepts = sight(c.concept_backbone, positions_BM, concept_segments_BM if packed else None, self.dtype)
-        concept = self.concept(c_BMD, self.concept_sources(encoder.raw), see_concepts)
+        concept = self.concept(c_BMD, self._pooled(encoder), see_concepts)
         self.sow("intermediates", "concept_raw", concept.raw)
         # 4. Predictions return to tokens, shifted so that none sees its own chunk's future.
         index_T = concept_index(T, k, c.concept.shift)
@@ -78,7 +79,7 @@ class NCP(nn.Module):
         self.head()  # declared here, applied by the loss
         return Hidden(out_BTD, c_BMD, concept_segments_BM, concept.predicted_BMD, concept.logits_BMSN)
 
-    def encode(self, tokens_BT: Array, see: Sight, past: Past = None) -> Tower:
+    def encode(self, tokens_BT: Array, see: Sight, past: Past = None) -> Tower | Outputs:
         """The token encoder alone: one of the three parts that cached decoding calls."""
         return self.encoder(self.embed(tokens_BT), see, past)
 
@@ -87,8 +88,8 @@ class NCP(nn.Module):
         return self.concept(c_BMD, sources, see, past)
 
     def decode(
-        self, encoder: Tower, see: Sight, concept: ConceptStates, inject: Injection, past: Past = None
-    ) -> tuple[Array, Tower]:
+        self, encoder: Tower | Outputs, see: Sight, concept: ConceptStates, inject: Injection, past: Past = None
+    ) -> tuple[Array, Tower | Outputs]:
         """The token decoder alone: (final states, tower)."""
         return self.decoder(encoder, see, concept, inject, past)
 
@@ -101,6 +102,12 @@ class NCP(nn.Module):
         if not self.config.routing.concept_from_encoder:
             return []
         return [chunk_mean(raw_BTD, self.config.chunk) for raw_BTD in encoder_raw[:-1]]
+
+    def _pooled(self, encoder: Tower | Outputs) -> Sequence[Array] | Array:
+        """`concept_sources` of an encoder of either form."""
+        if isinstance(encoder, Tower):
+            return self.concept_sources(encoder.raw)
+        return encoder.h_BTD[None, :, :0] if encoder.pooled is None else encoder.pooled[:-1]
 
     def logits(self, tokens_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Array:
         """All token logits [B, T, V] in at least f32: for sampling and tests."""

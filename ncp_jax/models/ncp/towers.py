@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ncp_jax.models.ncp import scanned
 from ncp_jax.models.ncp.config import IRC, NCPConfig
 from ncp_jax.nn.block import KV, Blocks, Sight, whole_width
 from ncp_jax.nn.layers import LayerNorm, RMSNorm, base_std, param, truncated_normal
+from ncp_jax.nn.routed_scan import Outputs
 from ncp_jax.nn.routes import CrossRoute, DepthRoute, Reinject
 from ncp_jax.nn.stack import Cross, Mixer, Past, Tower, routed_tower
 from ncp_jax.ops.chunking import shift_and_repeat
@@ -33,12 +35,16 @@ class Injection(NamedTuple):
 
 
 class ConceptStates(NamedTuple):
-    """Concept module outputs: layer outputs, predicted next concepts, head logits, keys and values."""
+    """Concept module outputs: layer outputs, predicted next concepts, head logits, keys and values.
+
+    A scanned module leaves its layer outputs in `scanned`, and no keys and values.
+    """
 
     raw: tuple[Array, ...]
     predicted_BMD: Array
     logits_BMSN: Array
     kv: tuple[KV, ...]
+    scanned: Outputs | None = None
 
 
 class Encoder(nn.Module):
@@ -47,28 +53,41 @@ class Encoder(nn.Module):
     config: NCPConfig
 
     @nn.compact
-    def __call__(self, h_BTD: Array, see: Sight, past: Past = None) -> Tower:
+    def __call__(self, h_BTD: Array, see: Sight, past: Past = None) -> Tower | Outputs:
         c = self.config
         weights = Blocks(c.backbone, c.encoder_layers, c.layers, name="blocks")()
+        if scanned.applies(self, c, past):
+            return scanned.encoder(c, h_BTD, weights, see)
         return routed_tower(h_BTD, weights, c.backbone, see, mixer(c, c.routing.irc_encoder), lambda _, h: h, past)
 
 
 class ConceptModule(nn.Module):
     """Reads concepts, predicts the next one (report Eq. 7-10).
 
-    `encoder_raw` holds chunk means [B, M, D] of the first E-1 encoder layers; the last one is the module's input.
+    `encoder_raw` holds chunk means [B, M, D] of the first E-1 encoder layers (stacked, for a scanned module); the last
+    layer's is the module's input.
     """
 
     config: NCPConfig
 
     @nn.compact
-    def __call__(self, c_BMD: Array, encoder_raw: Sequence[Array], see: Sight, past: Past = None) -> ConceptStates:
+    def __call__(
+        self, c_BMD: Array, encoder_raw: Sequence[Array] | Array, see: Sight, past: Past = None
+    ) -> ConceptStates:
         c = self.config
         weights = Blocks(c.backbone, c.concept_layers, c.layers, name="blocks")()
-        read = self._read_encoder(encoder_raw) if c.routing.concept_from_encoder else lambda _, h: h
+        if scanned.applies(self, c, past):
+            outputs = scanned.concept(c, c_BMD, weights, jnp.asarray(encoder_raw), see)
+            return ConceptStates((), *self._predict(outputs.h_BTD), (), outputs)
+        read = self._read_encoder(list(encoder_raw)) if c.routing.concept_from_encoder else lambda _, h: h
         tower = routed_tower(c_BMD, weights, c.concept_backbone, see, mixer(c, c.routing.irc_concept), read, past)
         self.sow("intermediates", "routed", tower.h_BTD)
-        u_BMD = whole_width(RMSNorm(c.backbone.eps, name="final_norm")(tower.h_BTD))
+        return ConceptStates(tower.raw, *self._predict(tower.h_BTD), tower.kv)
+
+    def _predict(self, h_BMD: Array) -> tuple[Array, Array]:
+        """(predicted next concepts, head logits)."""
+        c = self.config
+        u_BMD = whole_width(RMSNorm(c.backbone.eps, name="final_norm")(h_BMD))
         self.sow("intermediates", "final", u_BMD)
         logits_BMSN = Heads(c, name="heads")(u_BMD)
         codes_SNW = Codebook(c, name="codebook")()
@@ -76,8 +95,7 @@ class ConceptModule(nn.Module):
         def one_segment(logits_N: Array, codes_NW: Array) -> Array:
             return mix(logits_N, codes_NW, c.concept.mix)
 
-        predicted_BMD = whole_width(join_segments(over_segments(one_segment)(logits_BMSN, codes_SNW)))
-        return ConceptStates(tower.raw, predicted_BMD, logits_BMSN, tower.kv)
+        return whole_width(join_segments(over_segments(one_segment)(logits_BMSN, codes_SNW))), logits_BMSN
 
     def _read_encoder(self, encoder_raw: Sequence[Array]) -> Cross:
         c = self.config
@@ -93,13 +111,20 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, encoder: Tower, see: Sight, concept: ConceptStates, inject: Injection, past: Past = None
-    ) -> tuple[Array, Tower]:
+        self, encoder: Tower | Outputs, see: Sight, concept: ConceptStates, inject: Injection, past: Past = None
+    ) -> tuple[Array, Tower | Outputs]:
         """(final states [B, T, D], the tower before its final norm)."""
         c = self.config
         weights = Blocks(c.backbone, c.decoder_layers, c.layers, name="blocks")()
         u_BTD = self._fuse(encoder.h_BTD, inject(concept.predicted_BMD), inject)
         self.sow("intermediates", "fused", u_BTD)
+        if isinstance(encoder, Outputs):
+            assert concept.scanned is not None
+            gate_L2 = self._gates()
+            outputs = scanned.decoder(
+                c, u_BTD, weights, encoder, concept.scanned, concept.predicted_BMD, gate_L2, inject.available_BT, see
+            )
+            return RMSNorm(c.backbone.eps, name="final_norm")(outputs.h_BTD), outputs
         cross = self._reads(encoder.raw, concept, inject)
         tower = routed_tower(u_BTD, weights, c.backbone, see, mixer(c, c.routing.irc_decoder), cross, past)
         self.sow("intermediates", "raw", tower.raw)
