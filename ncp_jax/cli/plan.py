@@ -27,6 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--mesh", metavar="AXIS=N,...", help="for example fsdp=8,tensor=2 (default: the config's)")
     parser.add_argument("--rows-per-chip", type=int, metavar="N", help="train.batch = N rows per chip, one micro-batch")
     parser.add_argument("--analytic", action="store_true", help="the estimate alone, without the compiler")
+    parser.add_argument(
+        "--effort", choices=["quick", "full"], default="quick",
+        help="full: compile as a training run would, which takes about five times as long (default: quick)",
+    )  # fmt: skip
     parser.add_argument("--search", action="store_true", help="try rows, remat and meshes; compile the best five")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
 
@@ -39,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
     where = parse(args.topology, args.slices)
     config = _laid_out(override(load(args.config), args.overrides), where, args)
-    analytic = args.analytic or not has_compiler()
-    if analytic and not args.analytic:
+    effort = None if args.analytic or not has_compiler() else args.effort
+    if effort is None and not args.analytic:
         print("the TPU compiler (libtpu) is not installed: this is the analytic estimate alone")
-    found = plan_search(config, where, analytic) if args.search else plan_one(config, where, analytic)
+    found = (plan_search if args.search else plan_one)(config, where, effort)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 0 if found["fits"] else 1

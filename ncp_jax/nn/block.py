@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.nn.backbone import Backbone
+from ncp_jax.nn.gather import GATHERED, Weights, gathered, spread
 from ncp_jax.nn.layers import base_std, param, rms_norm, truncated_normal
 from ncp_jax.ops.attention import attend, visible
 from ncp_jax.ops.rope import inverse_frequencies, rope_table, rotate, yarn_attention_factor, yarn_frequencies
 from ncp_jax.ops.splash import KEPT, TILE, splash_attend
-
-Weights = dict[str, Any]  # arrays [L, ...], or tuples of L arrays; of one layer, arrays
 
 # What a layer keeps for the backward pass: everything | its input | its input and matmul results, and the splash
 # kernel's output and normaliser, so that the kernel runs forward once. Scores of the reference are made again.
@@ -132,7 +131,7 @@ def block(
     Source: transformers, Olmo3DecoderLayer. `w` holds one layer's weights in x's dtype; norm scales stay f32.
     `past` holds keys and values of earlier tokens, which the masks list before this call's own.
     """
-    rope = see.full_rope if full else see.window_rope
+    rope, w = see.full_rope if full else see.window_rope, gathered(w)
     q_BTHh = rms_norm(jnp.einsum("BTD,DHh->BTHh", x_BTD, w["wq"]), w["q_norm"], s.eps)
     k_BTKh = rms_norm(jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wk"]), w["k_norm"], s.eps)
     new = KV(rotate(k_BTKh, rope), jnp.einsum("BTD,DKh->BTKh", x_BTD, w["wv"]))
@@ -160,8 +159,15 @@ def whole_width(x_BTD: Array) -> Array:
 
 def remat_block(s: Backbone) -> Callable[..., tuple[Array, Array, KV]]:
     """`block` under the backbone's remat policy."""
-    policy = REMAT[s.remat]
-    return block if policy is None else jax.checkpoint(block, policy=policy, static_argnums=(2, 3))
+    return under_remat(block, s.remat, static_argnums=(2, 3))
+
+
+def under_remat(run: Callable, remat: str, static_argnums: tuple[int, ...]) -> Callable:
+    """A layer under a policy of REMAT. No layer keeps gathered weights: they are gathered again."""
+    policy = REMAT[remat]
+    if policy is None and spread():
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+    return run if policy is None else jax.checkpoint(run, policy=policy, static_argnums=static_argnums)
 
 
 def cast_matrices(w: Weights, dtype) -> Weights:

@@ -11,6 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
+
+from ncp_jax.nn.gather import looked_up
 
 Initializer = Callable[..., Array]
 
@@ -85,8 +88,7 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: Array) -> Array:
         table_VD = param(self, "table", truncated_normal(self.std), [self.vocab, self.width], ["vocab", "embed"])
-        table_VD = nn.with_logical_constraint(table_VD.astype(self.dtype), ("vocab", "features"))
-        return nn.with_logical_constraint(jnp.take(table_VD, tokens_BT, axis=0), ("batch", "sequence", "features"))
+        return looked_up(table_VD, tokens_BT, self.dtype)
 
 
 class Head(nn.Module):
@@ -99,3 +101,8 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self) -> Array:
         return param(self, "kernel", truncated_normal(self.std), [self.width, self.vocab], ["embed", "vocab"])
+
+
+def head_split() -> PartitionSpec | None:
+    """Mesh axes of rows, tokens and vocabulary, as the fused head and cross-entropy asks for them."""
+    return nn.logical_to_mesh_axes(("batch", "sequence", "vocab"))

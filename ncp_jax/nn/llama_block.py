@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ncp_jax.config import ConfigError, frozen
-from ncp_jax.nn.block import KV, REMAT, Weights, cast_matrices, layer_of, whole_width
+from ncp_jax.nn.block import KV, Weights, cast_matrices, layer_of, under_remat, whole_width
+from ncp_jax.nn.gather import gathered
 from ncp_jax.nn.layers import param, rms_norm
 from ncp_jax.nn.linear import NORMAL
 from ncp_jax.ops.attention import attend, visible
@@ -110,6 +111,7 @@ def llama_block(x_BTD: Array, w: Weights, s: LlamaBackbone, see: View, past: Pas
     `past` as KV holds keys and values of earlier positions, which the mask lists before this call's own. As Slots it
     has room for these too: they are put there first, the mask lists all slots, and all slots are returned.
     """
+    w = gathered(w)
     n_BTD = rms_norm(x_BTD, w["attention_norm"], s.eps)
     q_BTHh = jnp.einsum("BTD,DHh->BTHh", n_BTD, w["wq"])
     new = KV(rotate(jnp.einsum("BTD,DKh->BTKh", n_BTD, w["wk"]), see.rope), jnp.einsum("BTD,DKh->BTKh", n_BTD, w["wv"]))
@@ -159,5 +161,4 @@ def _put(slots: Slots, new: KV) -> KV:
 
 
 def _remat_block(s: LlamaBackbone):
-    policy = REMAT[s.remat]
-    return llama_block if policy is None else jax.checkpoint(llama_block, policy=policy, static_argnums=(2,))
+    return under_remat(llama_block, s.remat, static_argnums=(2,))

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.block import KV, Sight, Weights, cast_matrices, layer_of, remat_block
+from ncp_jax.nn.gather import gathered_late
 
 Mixer = Callable[[int, Sequence[Array], Array], Array]  # (layer, history oldest first, update) -> routed state
 Cross = Callable[[int, Array], Array]  # (layer, routed state) -> with what other towers add
@@ -62,10 +63,13 @@ def routed_tower(
     """
     weights = cast_matrices(weights, h_BTD.dtype)
     run, history, kv = remat_block(s), [h_BTD], []
-    for layer in range(len(weights["wq"])):
+    w = [layer_of(weights, layer) for layer in range(len(weights["wq"]))]
+    for layer in range(len(w)):
         with jax.named_scope(f"layer_{layer}"):
+            if layer + 1 < len(w):
+                h_BTD, w[layer + 1] = gathered_late(h_BTD, w[layer + 1])
             earlier = None if past is None else past[layer]
-            out_BTD, update_BTD, new = run(h_BTD, layer_of(weights, layer), s, s.is_full(layer), see, earlier)
+            out_BTD, update_BTD, new = run(h_BTD, w[layer], s, s.is_full(layer), see, earlier)
             history.append(out_BTD)
             kv.append(new)
             h_BTD = cross(layer, mix(layer, history, update_BTD))

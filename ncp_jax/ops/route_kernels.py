@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ncp_jax.ops import route_cross, route_depth
 from ncp_jax.ops.route_call import flat, tile_of
 from ncp_jax.ops.route_mix import At, Crosses, Depth, Masks, Outside, Reads, Shift, Sources, Statistics
-from ncp_jax.ops.splash import _devices, _dividing
+from ncp_jax.ops.split import devices_along, dividing
 
 
 class Kernels(NamedTuple):
@@ -140,7 +140,7 @@ class Kernels(NamedTuple):
         )
 
     def _layout(self, z_BTD: Array, crosses: Crosses, reads: Reads, shift: Shift) -> route_cross.Layout:
-        tokens = z_BTD.shape[1] // _devices(jax.sharding.get_abstract_mesh(), self._split(z_BTD)[1])
+        tokens = z_BTD.shape[1] // devices_along(jax.sharding.get_abstract_mesh(), self._split(z_BTD)[1])
         at_concepts = reads.concept is not None or reads.injected is not None
         k, early = (shift.k, int(shift.early)) if at_concepts else (1, 0)
         encoder, concept = (0 if part is None else len(part.states) for part in (reads.encoder, reads.concept))
@@ -156,7 +156,7 @@ class Kernels(NamedTuple):
 
     def _split(self, x_BTD: Array) -> tuple[Any, Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        return _dividing(mesh, self.rows, x_BTD.shape[0]), _dividing(mesh, self.tokens, x_BTD.shape[1])
+        return dividing(mesh, self.rows, x_BTD.shape[0]), dividing(mesh, self.tokens, x_BTD.shape[1])
 
     def _summed(self, split: tuple[Any, Any]) -> Callable[[Array], Array]:
         mesh = jax.sharding.get_abstract_mesh()

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ncp_jax.ops.split import devices_along, dividing
 
 TILE = 128  # lanes of a TPU register: the kernel cuts rows into multiples of it
 BLOCK = 512  # tokens per block of queries and of keys, where the row's length allows it; assumption: never timed
@@ -51,11 +53,11 @@ def splash_attend(
     B, T, H, h = q_BTHh.shape
     mesh = jax.sharding.get_abstract_mesh()
     wanted = zip(split or (None,) * 3, (B, T, H), strict=True)
-    rows, tokens, heads = (_dividing(mesh, axes, size) for axes, size in wanted)
-    shards = _devices(mesh, tokens)
+    rows, tokens, heads = (dividing(mesh, axes, size) for axes, size in wanted)
+    shards = devices_along(mesh, tokens)
     end = -T % (TILE * shards)
     fill = partial(jnp.pad, pad_width=((0, 0), (0, end), (0, 0), (0, 0)))
-    k_BKTh, v_BKTh = (_heads_first(_repeated(fill(x), _devices(mesh, heads))) for x in (k_BTKh, v_BTKh))
+    k_BKTh, v_BKTh = (_heads_first(_repeated(fill(x), devices_along(mesh, heads))) for x in (k_BTKh, v_BTKh))
     given = [_heads_first(fill(q_BTHh * h**-0.5)), k_BKTh, v_BKTh]
     specs = [PartitionSpec(rows, heads, tokens), PartitionSpec(rows, heads), PartitionSpec(rows, heads)]
     if segments_BT is not None:
@@ -118,14 +120,3 @@ def _repeated(x_BTKh: Array, devices: int) -> Array:
 
 def _heads_first(x_BTHh: Array) -> Array:
     return x_BTHh.swapaxes(1, 2)
-
-
-def _dividing(mesh: AbstractMesh, axes: Any, size: int) -> Any:
-    """The mesh axes of a dimension, None if it does not divide over them."""
-    return None if size % _devices(mesh, axes) else axes
-
-
-def _devices(mesh: AbstractMesh, axes: Any) -> int:
-    """Devices along mesh axes: None, a name, or several names."""
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in names)

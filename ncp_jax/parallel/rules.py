@@ -38,7 +38,8 @@ ACTIVATION_RULES: Rules = {
     "features": None,
     "heads": "tensor",
     "mlp_features": "tensor",
-    "vocab": "tensor",  # the table is gathered over fsdp before the lookup, or XLA rematerialises the whole gather
+    "embed": "fsdp",  # of gradients on their way back to split matrices
+    "vocab": "tensor",
 }
 
 

@@ -1,7 +1,8 @@
 """TPU chips and slices: what a chip has, which slices exist, and their devices without any hardware.
 
 Figures per chip from the vendor's data sheets (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e): HBM, dense bf16
-FLOP/s, HBM bandwidth, and inter-chip bandwidth (all links together, one way).
+FLOP/s, HBM bandwidth, inter-chip bandwidth (all links together, one way), and a chip's share of the network between
+slices (per chip for v5p; for v5e and v6e the pod's over 256 chips; v4's is not stated there: v5p's is assumed).
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ncp_jax.config import ConfigError
+from ncp_jax.train.throughput import PEAK_FLOPS
 
 GB = 1e9
 # What the TPU compiler reads of the machine it runs on; without these it looks for a TPU VM's metadata server.
@@ -30,15 +32,16 @@ class Chip(NamedTuple):
     flops: float
     hbm_bandwidth: float
     ici_bandwidth: float
+    dcn_bandwidth: float
     dims: int
     most: int
 
 
 CHIPS = {
-    "v4": Chip(32 * 2**30, 275e12, 1228 * GB, 300 * GB, 3, 4096),
-    "v5e": Chip(16 * 2**30, 197e12, 819 * GB, 200 * GB, 2, 256),
-    "v5p": Chip(95 * 2**30, 459e12, 2765 * GB, 600 * GB, 3, 8960),
-    "v6e": Chip(32 * 2**30, 918e12, 1640 * GB, 448 * GB, 2, 256),
+    "v4": Chip(32 * 2**30, PEAK_FLOPS["TPU v4"], 1228 * GB, 300 * GB, 6.25 * GB, 3, 4096),
+    "v5e": Chip(16 * 2**30, PEAK_FLOPS["TPU v5e"], 819 * GB, 200 * GB, 3.125 * GB, 2, 256),
+    "v5p": Chip(95 * 2**30, PEAK_FLOPS["TPU v5p"], 2765 * GB, 600 * GB, 6.25 * GB, 3, 8960),
+    "v6e": Chip(32 * 2**30, PEAK_FLOPS["TPU v6e"], 1640 * GB, 400 * GB, 12.5 * GB, 2, 256),
 }
 # 2-D slices are these; 3-D slices are boxes with sides from this list (sides above 4 are whole cubes of 4).
 SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

@@ -1,8 +1,10 @@
 """A train step compiled ahead of time for devices that need not exist: memory, traffic, roofline."""
 
+import contextlib
 import re
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,17 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ncp_jax.config import ConfigError
-from ncp_jax.parallel.mesh import make_mesh
 from ncp_jax.parallel.rules import activation_rules, batch_sharding, row_sharding
-from ncp_jax.plan.chips import Chip, Slice, devices
-from ncp_jax.plan.hlo import Traffic, traffic
-from ncp_jax.train.families import build_task
-from ncp_jax.train.program import Program, make_program
+from ncp_jax.plan.chips import Chip
+from ncp_jax.plan.hlo import Traffic, largest, traffic
+from ncp_jax.plan.step import Step
 from ncp_jax.train.run_config import RunConfig
 
 # Share of the peak that the TPU compiler itself assumes for large matrix products and for HBM streams (its per-op cost
 # model on v5p: 394 of 459 TFLOP/s, 2.35 of 2.77 TB/s).
 MATMUL_SHARE, HBM_SHARE = 0.86, 0.85
+# How hard the compiler tries. quick: its least, a fifth of the time, and temporaries within 2 % (LOG.md);
+# full: as a training run compiles.
+Effort = Literal["quick", "full"]
+_LEVEL = {"quick": -1.0, "full": 0.0}
 _EXCEEDED = re.compile(
     r"Used ([\d.]+[KMGT]) of ([\d.]+[KMGT]) hbm|([\d.]+[KMGT]) exceeds available HBM \(([\d.]+[KMGT])\)"
 )
@@ -42,6 +46,7 @@ class Roofline(NamedTuple):
     compute: float
     hbm: float
     ici: float
+    dcn: float  # between slices
 
     @property
     def step(self) -> float:
@@ -59,35 +64,27 @@ class Compiled(NamedTuple):
     traffic: Traffic | None
     seconds_to_compile: float
     excess: int
+    largest: list[tuple[str, int]]  # arrays that the step makes: (what computes it, bytes)
     optimal_seconds: float | None  # the compiler's own sum over operations; wrong where there are loops
 
 
-def compile_step(config: RunConfig, where: Slice) -> Compiled:
-    """Compile the real train step (model, remat, loss, optimizer, donation) of `config` for a slice.
-
-    Raises ConfigError where the compiler is absent, or for sizes that do not divide over the mesh.
-    """
-    mesh = make_mesh(config.mesh, devices(where))
-    task = build_task(config.model, config.data.sequence, jnp.bfloat16, platform="tpu")
-    program = make_program(config, task, mesh)
+def compile_step(step: Step, effort: Effort = "quick") -> Compiled:
+    """Compile the real train step (model, remat, loss, optimizer, donation) for its slice."""
+    program, where = step.program, step.where
     began = time.monotonic()
-    with jax.set_mesh(mesh), nn.logical_axis_rules(activation_rules()):
-        lowered = program.train_step.trace(*program.like, abstract_batch(config, mesh)).lower()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        excess = _excess(str(error))
-        if excess is None:
-            raise
-        return Compiled(None, None, time.monotonic() - began, excess, None)
+    with jax.set_mesh(program.mesh), nn.logical_axis_rules(activation_rules()), _effort(effort):
+        lowered = program.train_step.trace(*program.like, abstract_batch(step.config, program.mesh)).lower()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            excess = _excess(str(error))
+            if excess is None:
+                raise
+            return Compiled(None, None, time.monotonic() - began, excess, [], None)
     seconds = time.monotonic() - began
-    text = compiled.as_text()
-    memory = _memory(compiled.memory_analysis())
-    cost = compiled.cost_analysis() or {}
-    corrected = None
-    if "optimal_seconds" in cost:  # each ConcatBitcast is scored as minus one second
-        corrected = float(cost["optimal_seconds"]) + text.count('custom_call_target="ConcatBitcast"')
-    return Compiled(memory, traffic(text), seconds, max(0, memory.peak - int(where.chip.hbm)), corrected)
+    text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
+    excess = max(0, memory.peak - int(where.chip.hbm))
+    return Compiled(memory, traffic(text), seconds, excess, largest(text), _optimal_seconds(compiled, text))
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
@@ -103,32 +100,36 @@ def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 def roofline(flops: float, moved: Traffic, chip: Chip) -> Roofline:
     """`flops` per chip and step, recomputation included.
 
-    Collectives are costed at the chip's whole inter-chip bandwidth: a gathered or exchanged result once, a reduced
-    result twice. Traffic between slices is not costed apart.
+    Collectives within a slice are costed at the chip's whole bandwidth to other chips, those between slices at its
+    share of the network: a gathered or exchanged result once, a reduced result twice.
     """
-    wire = sum(size * (2 if kind == "all-reduce" else 1) for kind, size in moved.collective_bytes.items())
+    wire, network = (
+        sum(size * (2 if kind == "all-reduce" else 1) for kind, size in sizes.items())
+        for sizes in (moved.collective_bytes, moved.slice_bytes)
+    )
     return Roofline(
         flops / (MATMUL_SHARE * chip.flops), moved.hbm_bytes / (HBM_SHARE * chip.hbm_bandwidth),
-        wire / chip.ici_bandwidth,
+        wire / chip.ici_bandwidth, network / chip.dcn_bandwidth,
     )  # fmt: skip
 
 
-def recompute_factor(config: RunConfig) -> float:
-    """Executed over counted FLOPs: a block that keeps nothing runs its forward pass twice (4/3)."""
-    backbone = getattr(config.model, "backbone", None)
-    return 4 / 3 if getattr(backbone, "remat", "none") == "block" else 1.0
+@contextlib.contextmanager
+def _effort(effort: Effort) -> Iterator[None]:
+    name = "jax_exec_time_optimization_effort"
+    before = getattr(jax.config, name)
+    jax.config.update(name, _LEVEL[effort])
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
-def largest(program: Program, count: int = 5) -> list[tuple[str, int]]:
-    """The largest arguments of the step, bytes per device."""
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(program.like)[0]:
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        size = leaf.dtype.itemsize
-        for side in shard:
-            size *= side
-        found.append((jax.tree_util.keystr(path, simple=True, separator="/"), size))
-    return sorted(found, key=lambda pair: -pair[1])[:count]
+def _optimal_seconds(compiled: Any, text: str) -> float | None:
+    cost = compiled.cost_analysis() or {}
+    if "optimal_seconds" not in cost:
+        return None
+    # Each ConcatBitcast is scored as minus one second.
+    return float(cost["optimal_seconds"]) + text.count('custom_call_target="ConcatBitcast"')
 
 
 def _memory(found: Any) -> Memory:

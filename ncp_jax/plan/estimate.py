@@ -7,15 +7,10 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from ncp_jax.models.ncp.config import NCPConfig
-from ncp_jax.parallel.mesh import AXES
-from ncp_jax.plan.chips import Slice
-from ncp_jax.plan.compiled import MATMUL_SHARE, recompute_factor
-from ncp_jax.train.families import build_task
-from ncp_jax.train.program import make_program
+from ncp_jax.plan.compiled import MATMUL_SHARE
+from ncp_jax.plan.step import Step, bytes_per_chip
 from ncp_jax.train.run_config import RunConfig
 
 BF16, F32 = 2, 4
@@ -39,25 +34,18 @@ class Estimate(NamedTuple):
         return max(self.compute, self.ici)
 
 
-def estimate(config: RunConfig, where: Slice) -> Estimate:
-    """Raises ConfigError for sizes that do not divide over the mesh."""
-    mesh = AbstractMesh(config.mesh.shape(where.chips), AXES)
-    task = build_task(config.model, config.data.sequence, jnp.bfloat16, platform="tpu")
-    program = make_program(config, task, mesh)  # type: ignore[arg-type]
-    arguments, parameters = _bytes(program.like), _bytes(program.like[0].params)
-    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.like[0].params))
+def estimate(step: Step) -> Estimate:
+    """The estimate of one step."""
+    config, where, mesh, state = step.config, step.where, step.program.mesh, step.program.like[0]
+    parameters = [(leaf, bytes_per_chip(leaf)) for leaf in jax.tree.leaves(state.params)]
+    whole = sum(math.prod(leaf.shape) for leaf, _ in parameters)
     micro_tokens = config.tokens_per_step / where.chips / config.train.micro_batches
-    flops = flops_per_chip(config, where, task.flops_per_token)
     gathered = whole / mesh.shape["tensor"] * (2 * BF16 + BF16) * config.train.micro_batches if where.chips > 1 else 0
     return Estimate(
-        arguments, parameters, int(micro_tokens * _per_token(config)),
-        flops / (MATMUL_SHARE * where.chip.flops), gathered / where.chip.ici_bandwidth,
+        sum(size for _, size in step.arguments()), sum(size for _, size in parameters),
+        int(micro_tokens * _per_token(config)), step.flops_per_chip / (MATMUL_SHARE * where.chip.flops),
+        gathered / where.chip.ici_bandwidth,
     )  # fmt: skip
-
-
-def flops_per_chip(config: RunConfig, where: Slice, per_token: float) -> float:
-    """Executed FLOPs per chip and step: counted ones, and what remat computes again."""
-    return per_token * config.tokens_per_step / where.chips * recompute_factor(config)
 
 
 def _per_token(config: RunConfig) -> float:
@@ -76,8 +64,3 @@ def _per_token(config: RunConfig) -> float:
 
 def _loss_chunk(c: Any) -> int | None:
     return c.loss.head_chunk if isinstance(c, NCPConfig) else None
-
-
-def _bytes(tree: Any) -> int:
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

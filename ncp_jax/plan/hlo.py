@@ -1,9 +1,10 @@
 """What a compiled program moves, read from its HLO text: collectives, and bytes to and from HBM, loops counted fully.
 
 XLA's own cost analysis counts a loop's body once, and knows no collective's cost. Here every instruction counts as
-often as its computation runs: bodies of `while` times their known trip count. An instruction outside fusions reads its
-operands and writes its result, except: a slice of an operand counts as the slice (also inside a fusion), an in-place
-update as the update, and what lies in VMEM (memory space S(1)) is free.
+often as its computation runs: bodies of `while` times their trip count, written beside them or read from the counter
+that their condition compares. A collective of groups of one device moves nothing. An instruction outside fusions reads
+its operands and writes its result, except: a slice of an operand counts as the slice (also inside a fusion), an
+in-place update as the update, and what lies in VMEM (memory space S(1)) is free.
 """
 
 import re
@@ -26,11 +27,16 @@ _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+_ALONE = re.compile(r"replica_groups=\{(?:\{\d+\},?)+\}")  # groups of one device each
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+_INDEX = re.compile(r"index=(\d+)")
 _TRIPS = re.compile(r'known_trip_count":?\s*[{=]\s*"?n"?\s*:\s*"?(\d+)')
 
 
 class Instruction(NamedTuple):
-    """One line of HLO. `called` computations run once per execution, or `trips` times where it is a loop."""
+    """One line of HLO. `called` computations run once per execution, or as often as a loop goes round."""
 
     name: str
     opcode: str
@@ -38,39 +44,57 @@ class Instruction(NamedTuple):
     all_bytes: int  # of the result anywhere
     operands: tuple[str, ...]
     called: tuple[str, ...]
-    trips: int | None
-    number: int  # of a parameter
+    number: int  # of a parameter, or a constant's value
+    attributes: str  # what follows the operands, as it stands
 
 
 Computations = dict[str, dict[str, Instruction]]
 
 
 class Traffic(NamedTuple):
-    """Per device and execution: bytes by kind of collective (of results), their number, HBM bytes, loops of unknown
-    length (counted once)."""
+    """Per device and execution: bytes by kind of collective within a slice (of results), their number; bytes sent to
+    other slices, by kind; HBM bytes, loops of unknown length (counted once)."""
 
     collective_bytes: dict[str, float]
     collective_count: dict[str, float]
+    slice_bytes: dict[str, float]
     hbm_bytes: float
     unknown_loops: int
 
 
 def traffic(text: str) -> Traffic:
-    """The traffic of an optimized HLO module."""
+    """The traffic of an optimized HLO module: one slice's program, which hands what others need to its host."""
     computations, entry = parse(text)
     runs, fused, unknown = _runs(computations, entry)
     size: dict[str, float] = defaultdict(float)
     count: dict[str, float] = defaultdict(float)
+    between: dict[str, float] = defaultdict(float)
     hbm = 0.0
     for name, times in runs.items():
         for instruction in computations.get(name, {}).values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and not _ALONE.search(instruction.attributes):
                 size[kind] += times * _result_of_collective(instruction, computations[name])
                 count[kind] += times
+            elif kind == "send" and (sent := _BETWEEN_SLICES.search(instruction.attributes)):
+                given = computations[name].get(instruction.operands[0])
+                between[sent.group(1).lower().replace("_", "-")] += times * (given.all_bytes if given else 0)
             if name not in fused:
                 hbm += times * _moved(instruction, computations[name], computations)
-    return Traffic(dict(size), dict(count), hbm, unknown)
+    return Traffic(dict(size), dict(count), dict(between), hbm, unknown)
+
+
+def largest(text: str, count: int = 5) -> list[tuple[str, int]]:
+    """The largest arrays that the module makes in HBM: (operation, bytes), each operation once."""
+    found: dict[str, int] = {}
+    computations, entry = parse(text)
+    runs, fused, _ = _runs(computations, entry)
+    for instruction in (i for name in runs.keys() - fused for i in computations.get(name, {}).values()):
+        if instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
+            source = _SOURCE.search(instruction.attributes)
+            name = source.group(1) if source else instruction.name
+            found[name] = max(found.get(name, 0), instruction.bytes)
+    return sorted(found.items(), key=lambda pair: -pair[1])[:count]
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -102,11 +126,10 @@ def _instruction(line: str) -> Instruction | None:
         for found in _CALLED.finditer(attributes)
         for part in _NAME.findall(f"%{found[1]}" if found[1] else found[2])
     ]
-    trips = _TRIPS.search(attributes)
     hbm, everywhere = _sizes(result)
     return Instruction(
         name.group(1), opcode.group(1), hbm, everywhere, tuple(_NAME.findall(inside)), tuple(called),
-        int(trips.group(1)) if trips else None, int(inside) if inside.isdigit() else 0,
+        int(inside) if inside.isdigit() else 0, attributes,
     )  # fmt: skip
 
 
@@ -153,14 +176,32 @@ def _runs(computations: Computations, entry: str) -> tuple[dict[str, float], set
         for instruction in computations.get(name, {}).values():
             each = 1
             if instruction.opcode == "while":
-                each = instruction.trips or 1
-                unknown += instruction.trips is None
+                trips = _trips(instruction, computations[name], computations)
+                unknown += trips is None
+                each = 1 if trips is None else trips
             within = inside or instruction.opcode not in ("while", "conditional", "call", "async-start")
             for called in instruction.called:
                 visit(called, times * each, within)
 
     visit(entry, 1.0, False)
     return dict(runs), fused, unknown
+
+
+def _trips(loop: Instruction, around: dict[str, Instruction], computations: Computations) -> int | None:
+    """How often a loop goes round: its counter, in steps of one, to the constant that its condition compares with."""
+    if known := _TRIPS.search(loop.attributes):
+        return int(known.group(1))
+    named = _CONDITION.search(loop.attributes)
+    condition = computations.get(named.group(1), {}) if named else {}
+    compare = next((i for i in condition.values() if i.opcode == "compare" and "direction=LT" in i.attributes), None)
+    counter, limit = (condition.get(name) for name in compare.operands) if compare else (None, None)
+    if counter is None or limit is None or limit.opcode != "constant":
+        return None
+    index, start = _INDEX.search(counter.attributes), around.get(loop.operands[0])
+    while start is not None and start.opcode in ("tuple", "copy"):
+        place = int(index.group(1)) if index and start.opcode == "tuple" else 0
+        start = around.get(start.operands[place])
+    return max(0, limit.number - (start.number if start is not None and start.opcode == "constant" else 0))
 
 
 def _result_of_collective(instruction: Instruction, around: dict[str, Instruction]) -> int:

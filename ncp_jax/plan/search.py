@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ncp_jax.config import ConfigError
 from ncp_jax.parallel.mesh import MeshConfig
 from ncp_jax.plan.chips import Slice
 from ncp_jax.plan.estimate import Estimate, estimate
+from ncp_jax.plan.step import Step, step_on
 from ncp_jax.train.run_config import RunConfig
 
 MOST_COMPILED = 5
@@ -22,43 +23,40 @@ SLACK = 1.33
 class Candidate(NamedTuple):
     """A layout and what is estimated of it."""
 
-    config: RunConfig
+    step: Step
     estimate: Estimate
 
     @property
     def tokens_per_second(self) -> float:
-        return self.config.tokens_per_step / self.estimate.step
+        return self.step.config.tokens_per_step / self.estimate.step
 
     def describe(self) -> str:
-        remat = getattr(getattr(self.config.model, "backbone", None), "remat", "none")
-        return f"{self.config.train.batch} rows, {self.config.mesh.describe()}, remat {remat}"
+        config = self.step.config
+        remat = getattr(getattr(config.model, "backbone", None), "remat", "none")
+        return f"{config.train.batch} rows, {config.mesh.describe()}, remat {remat}"
 
 
 def candidates(config: RunConfig, where: Slice) -> list[Candidate]:
-    """Layouts that may fit, fastest first by the estimate; those that cannot divide are left out."""
+    """The layouts to look at: those that may fit, fastest first by the estimate. What cannot divide is left out."""
     found = []
     for layout in _layouts(config, where):
         try:
-            guess = estimate(layout, where)
+            step = step_on(layout, where, compiler=False)
         except ConfigError:
             continue
+        guess = estimate(step)
         if guess.peak < SLACK * where.chip.hbm:
-            found.append(Candidate(layout, guess))
-    return sorted(found, key=lambda c: (-c.tokens_per_second, c.estimate.peak))[: 4 * MOST_COMPILED]
+            found.append(Candidate(step, guess))
+    return sorted(found, key=lambda c: (-c.tokens_per_second, c.estimate.peak))[:MOST_COMPILED]
 
 
-def pareto(
-    points: list[tuple[float, float]], better: Callable[[float, float], bool] = lambda a, b: a >= b
-) -> list[int]:
+def pareto(points: list[tuple[float, float]]) -> list[int]:
     """Indices of (speed, memory) points that no other beats in both: faster and smaller."""
-    keep = []
-    for i, (speed, memory) in enumerate(points):
-        beaten = any(
-            better(s, speed) and m <= memory and (s, m) != (speed, memory) for j, (s, m) in enumerate(points) if j != i
-        )
-        if not beaten:
-            keep.append(i)
-    return keep
+
+    def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
+        return a != b and a[0] >= b[0] and a[1] <= b[1]
+
+    return [index for index, point in enumerate(points) if not any(beats(other, point) for other in points)]
 
 
 def _layouts(config: RunConfig, where: Slice) -> Iterator[RunConfig]:

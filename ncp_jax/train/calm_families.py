@@ -17,6 +17,7 @@ from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig
 from ncp_jax.models.calm.model import Calm
 from ncp_jax.models.calm.noise import TARGET, row_keys
 from ncp_jax.models.llama import Llama, LlamaConfig
+from ncp_jax.nn.layers import head_split
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
 from ncp_jax.optim.leaves import TRANSFORMER_RULES, LeafRule
 from ncp_jax.train.run_config import InitFrom
@@ -175,8 +176,9 @@ def llama_task(c: LlamaConfig, sequence: int, dtype: Any = jnp.float32) -> Task:
     def loss(params, frozen, batch: Batch, rng: Array) -> Sums:
         found = call(model, params, "__call__", batch["tokens"], batch.get("segments"), batch.get("positions"))
         token = linear_cross_entropy(
-            found.out_BTD, params["head"]["kernel"], batch["targets"], batch["scored"], c.head_chunk
-        )
+            found.out_BTD, params["head"]["kernel"], batch["targets"], batch["scored"], c.head_chunk,
+            z_gradient=c.z_loss > 0, split=head_split(),
+        )  # fmt: skip
         return {"ntp": token.nll} | ({"z": token.z} if c.z_loss else {})
 
     def forward(params, frozen, tokens_BT: Array) -> Array:

@@ -18,6 +18,7 @@ from ncp_jax.models.ncp.diagnostics import statistics
 from ncp_jax.models.ncp.model import NCP
 from ncp_jax.models.olmo3 import Olmo3, Olmo3Config
 from ncp_jax.nn.backbone import Backbone
+from ncp_jax.nn.layers import head_split
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
 from ncp_jax.train.calm_families import autoencoder_task, calm_task, llama_task
 from ncp_jax.train.run_config import ModelConfig
@@ -79,8 +80,9 @@ def _olmo3(c: Olmo3Config, sequence: int, dtype: Any) -> Task:
     def loss(params, frozen, batch: Batch, rng: Array):
         found: Any = model.apply({"params": params}, batch["tokens"], batch.get("segments"), batch.get("positions"))
         token = linear_cross_entropy(
-            found.out_BTD, params["head"]["kernel"], batch["targets"], batch["scored"], c.head_chunk
-        )
+            found.out_BTD, params["head"]["kernel"], batch["targets"], batch["scored"], c.head_chunk,
+            z_gradient=c.z_loss > 0, split=head_split(),
+        )  # fmt: skip
         return {"ntp": token.nll} | ({"z": token.z} if c.z_loss else {})
 
     coefficients = {"ntp": 1.0} | ({"z": c.z_loss} if c.z_loss else {})

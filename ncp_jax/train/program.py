@@ -12,9 +12,16 @@ from jax.sharding import Mesh
 from ncp_jax.optim.build import build
 from ncp_jax.optim.leaves import Leaf, leaf_table
 from ncp_jax.parallel.mesh import check_rows, check_sequence, replicated
-from ncp_jax.parallel.rules import unboxed
 from ncp_jax.train.run_config import RunConfig
-from ncp_jax.train.step import Guard, TrainState, abstract_params, abstract_state, make_eval_step, make_train_step
+from ncp_jax.train.step import (
+    Guard,
+    TrainState,
+    abstract_params,
+    abstract_state,
+    make_eval_step,
+    make_train_step,
+    placed,
+)
 from ncp_jax.train.task import Params, Task
 
 
@@ -34,7 +41,7 @@ def make_program(config: RunConfig, task: Task, mesh: Mesh) -> Program:
     check_rows(config.train.batch, mesh, micro_batches=config.train.micro_batches)
     check_rows(config.evaluation_batch, mesh, name="evaluation.batch")
     check_sequence(config.data.sequence, task.chunk, mesh)
-    params = unboxed(abstract_params(task)[0])
+    params = placed(abstract_params(task)[0], mesh)  # with shardings: Muon shares its matrices out by them
     leaves = leaf_table(params, task.leaf_rules, config.optim)
     tx = build(config.optim, leaves, params, config.total_steps, config.tokens_per_step)
     like = abstract_state(task, tx, mesh)

@@ -53,15 +53,20 @@ def abstract_params(task: Task) -> tuple[Params, Params]:
     return jax.eval_shape(task.init, jax.random.key(0))
 
 
+def placed(boxed: Params, mesh: Mesh) -> Params:
+    """Plain ShapeDtypeStructs of boxed ones, with the shardings that their axis names give on `mesh`."""
+    return _sharded(unboxed(boxed), shardings(place(boxed, mesh)))
+
+
 def abstract_state(task: Task, tx: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, Params]:
     """State and frozen parameters as ShapeDtypeStructs that carry their shardings."""
     boxed, boxed_frozen = abstract_params(task)
-    params = unboxed(boxed)
-    param_shardings, whole = shardings(place(boxed, mesh)), replicated(mesh)
+    params, whole = placed(boxed, mesh), replicated(mesh)
+    param_shardings = jax.tree.map(lambda a: a.sharding, params)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params), key)
     state_sharding = TrainState(whole, param_shardings, state_shardings(tx, params, param_shardings, whole), whole)
-    return _sharded(state, state_sharding), _sharded(unboxed(boxed_frozen), shardings(place(boxed_frozen, mesh)))
+    return _sharded(state, state_sharding), placed(boxed_frozen, mesh)
 
 
 def init_state(task: Task, tx: optax.GradientTransformation, seed: int, like: tuple[TrainState, Params]):

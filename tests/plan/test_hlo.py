@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ncp_jax.parallel.mesh import MeshConfig, make_mesh
-from ncp_jax.plan.hlo import parse, traffic
+from ncp_jax.plan.hlo import largest, parse, traffic
 
 TEXT = """HloModule step, is_scheduled=true
 
@@ -63,6 +63,21 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert found.unknown_loops == 0
 
 
+LENGTH = ', backend_config={"known_trip_count":{"n":"6"}}'
+
+
+def test_a_loop_whose_length_is_in_its_condition_alone():
+    assert traffic(TEXT.replace(LENGTH, "")).collective_count["all-gather"] == 6
+    from_one = TEXT.replace(LENGTH, "").replace("%start = s32[] constant(0)", "%start = s32[] constant(1)")
+    assert traffic(from_one).collective_count["all-gather"] == 5
+    assert traffic(from_one).unknown_loops == 0
+
+
+def test_a_collective_of_one_device_moves_nothing():
+    found = traffic(TEXT.replace("replica_groups=[1,4]<=[4]", "replica_groups={{0},{1},{2},{3}}"))
+    assert "all-gather" not in found.collective_count
+
+
 def test_slices_updates_and_vmem():
     found = traffic(TEXT.replace('"known_trip_count":{"n":"6"}', '"known_trip_count":{"n":"1"}'))
     sliced = 2 * ROW + 4  # the row read and written, and its number
@@ -74,7 +89,7 @@ def test_slices_updates_and_vmem():
 
 
 def test_a_loop_of_unknown_length_is_reported():
-    found = traffic(TEXT.replace(', backend_config={"known_trip_count":{"n":"6"}}', ""))
+    found = traffic(TEXT.replace(LENGTH, "").replace("direction=LT", "direction=NE"))
     assert (found.unknown_loops, found.collective_count["all-gather"]) == (1, 1)
 
 
@@ -95,3 +110,22 @@ def test_a_real_program():
     assert found.collective_count["all-gather"] in (1, 5)  # all at once before the loop, or one in each turn
     computations, entry = parse(text)
     assert entry in computations
+
+
+def test_what_is_sent_to_other_slices():
+    send = "%sent = (f32[8,1024]{1,0}, u32[], token[]) send(%a, %t), is_host_transfer=true, frontend_attributes={KIND}"
+    kind = '_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"'
+    text = TEXT.replace("  %sum = ", f"  {send.replace('KIND', kind)}\n  %sum = ")
+    assert traffic(text).slice_bytes == {"all-reduce": 8 * ROW}
+    assert traffic(TEXT).slice_bytes == {}
+    assert traffic(text).collective_bytes == traffic(TEXT).collective_bytes
+
+
+def test_the_largest_array_is_named_by_its_source():
+    inside, outside = 'metadata={op_name="step/inside"}', 'metadata={op_name="step/outside"}'
+    text = TEXT.replace("dynamic_slice_sizes={1,1024}", f"dynamic_slice_sizes={{1,1024}}, {inside}")
+    text = text.replace("to_apply=%add", f"to_apply=%add, {outside}")
+    found = dict(largest(text, count=100))
+    assert found["step/outside"] == 8 * ROW
+    assert "step/inside" not in found  # within a fusion: never in memory
+    assert list(found.values()) == sorted(found.values(), reverse=True)

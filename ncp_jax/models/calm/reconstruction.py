@@ -17,6 +17,7 @@ from ncp_jax.models.calm.call import call
 from ncp_jax.models.calm.chunks import Chunks
 from ncp_jax.models.calm.config import AutoencoderConfig
 from ncp_jax.models.calm.noise import LATENT, TARGET, TOKENS, row_keys
+from ncp_jax.nn.layers import head_split
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
 
 Terms = dict[str, Array]
@@ -135,7 +136,7 @@ def _reconstruction(c: AutoencoderConfig, model: Autoencoder, params: Params, z_
     h_BMkD = call(model, params, "decode", z_BMl)
     rows = h_BMkD.reshape(len(h_BMkD), -1, c.width)
     labels, counted = (a.reshape(len(a), -1) for a in (found.tokens_BMk, _counted_tokens(c, found)))
-    return linear_cross_entropy(rows, params["embed"]["table"].T, labels, counted, c.head_chunk).nll
+    return linear_cross_entropy(rows, params["embed"]["table"].T, labels, counted, c.head_chunk, split=head_split()).nll
 
 
 def _counted_tokens(c: AutoencoderConfig, found: Chunks) -> Array:

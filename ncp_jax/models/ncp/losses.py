@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.ncp.model import Hidden
+from ncp_jax.nn.layers import head_split
 from ncp_jax.ops.chunking import chunk_segments
 from ncp_jax.ops.cross_entropy import linear_cross_entropy
 from ncp_jax.ops.energy import over_points
@@ -53,7 +54,10 @@ def weights(c: NCPConfig, scored_BT: Array, segments_BT: Array) -> Terms:
 def sums(c: NCPConfig, hidden: Hidden, params: dict, targets_BT: Array, scored_BT: Array) -> Terms:
     """The sums of all terms over one batch."""
     head_DV, codes_SNW = params["head"]["kernel"], params["concept"]["codebook"]["codes"]
-    token = linear_cross_entropy(hidden.out_BTD, head_DV, targets_BT, scored_BT, c.loss.head_chunk)
+    token = linear_cross_entropy(
+        hidden.out_BTD, head_DV, targets_BT, scored_BT, c.loss.head_chunk,
+        z_gradient=c.loss.z_loss > 0, split=head_split(),
+    )  # fmt: skip
     code_BMS = nearest_codes(c, hidden.concepts_BMD, codes_SNW)
     return {
         "ntp": token.nll,
