@@ -18,12 +18,11 @@ def main(arguments: list[str]) -> int:
     """Train on all hosts of the slice, or slices. Returns the exit status."""
     import jax
 
-    # Before anything asks for devices. Finds the other hosts through the TPU VM's metadata, or GKE's variables; with
-    # several slices through MEGASCALE_*, which the platform sets (jax/_src/clusters/cloud_tpu_cluster.py).
-    jax.distributed.initialize()
     from ncp_jax.cli.main import main as ncp_jax
 
-    status = ncp_jax(["train", *arguments])
+    # --join finds the other hosts through the TPU VM's metadata, or GKE's variables; with several slices through
+    # MEGASCALE_*, which the platform sets (jax/_src/clusters/cloud_tpu_cluster.py).
+    status = ncp_jax(["train", "--join", *arguments])
     if status == 0 and jax.process_index() == 0 and not finished(arguments):
         return STOPPED
     return status

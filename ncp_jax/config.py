@@ -22,11 +22,11 @@ from pydantic import TypeAdapter, ValidationError
 T = TypeVar("T")
 
 # Fields of a run that do not change its science: the same experiment elsewhere, watched or saved in another way, keeps
-# its identity. The last two say what happens to a bad step: a run that stopped at one must be able to go on.
+# its identity. Two say what happens to a bad step: a run that stopped at one must be able to go on.
 NOT_IDENTITY = (
     "workdir", "mesh", "checkpoint", "evaluation", "data.prefetch", "data.workers", "train.log_every",
     "train.diagnose_every", "model.backbone.attention", "model.routing.tower", "optim.newton_schulz_layout",
-    "train.on_bad_step", "train.gradient_ceiling",
+    "train.on_bad_step", "train.gradient_ceiling", "processes",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`ncp-jax`: one command, one thin file per subcommand.
 
-Exit status: 0 done, or stopped in order by SIGTERM or SIGINT; 1 training failed (a bad step, a disk that refused);
+Exit status: 0 done, or stopped in order by SIGTERM or SIGINT; 1 training failed (a bad step, a disk that refused, a
+process of another host that is gone);
 2 something to mend before it can run; 130 interrupted twice.
 """
 
@@ -8,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 
 # Each lives in ncp_jax/cli/NAME.py as add_parser(subparsers) and run(args).
 SUBCOMMANDS = ("data", "train", "sample", "brierlm", "plan", "bench", "report", "yardsticks", "convert")
@@ -31,16 +33,17 @@ def main(arguments: list[str] | None = None) -> int:
         return importlib.import_module(f"ncp_jax.cli.{args.command}").run(args) or 0
     except KeyboardInterrupt:
         print(f"ncp-jax {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return _ended(130)
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         status = _status(error)
         if status is None:
+            _ended(1, error)
             raise
         print(f"ncp-jax {args.command}: {error}", file=sys.stderr)
-        return status
+        return _ended(status)
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
@@ -54,6 +57,18 @@ def _parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> arg
     return args
 
 
+def _ended(status: int, unexpected: Exception | None = None) -> int:
+    """The exit status of a failure; one of several processes ends with it at once, instead of waiting for the rest."""
+    from ncp_jax.parallel.processes import joined
+    from ncp_jax.parallel.watch import end_process
+
+    if joined():
+        if unexpected is not None:
+            traceback.print_exception(unexpected)
+        end_process(status)
+    return status
+
+
 def _status(error: Exception) -> int | None:
     """Exit status for an error that explains itself; None for one that is a defect of this program."""
     from ncp_jax.checkpoint.store import CheckpointError, CheckpointSaveError
@@ -61,9 +76,10 @@ def _status(error: Exception) -> int | None:
     from ncp_jax.data.store import DataError
     from ncp_jax.ops.scoring import ScoreError
     from ncp_jax.optim.leaves import LeafError
+    from ncp_jax.parallel.processes import ProcessError
     from ncp_jax.train.loop import BadStep
 
-    if isinstance(error, (BadStep, CheckpointSaveError)):
+    if isinstance(error, (BadStep, CheckpointSaveError, ProcessError)):
         return 1
     return 2 if isinstance(error, (ConfigError, CheckpointError, DataError, LeafError, ScoreError)) else None
 

@@ -7,6 +7,7 @@ EXAMPLE = """examples:
   ncp-jax train configs/ncp_nano.py
   ncp-jax train configs/ncp_nano.py train.steps=900 workdir=runs/longer
   ncp-jax train configs/ncp_nano.py --dry-run
+  ncp-jax train configs/ncp_1b.py --coordinator 10.0.0.1:8476 --processes 4 --process 2    (one on each host, from 0)
 
 The same command again continues from the newest checkpoint. SIGTERM or Ctrl-C saves one and stops."""
 
@@ -20,6 +21,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a Python file, or the name of one under configs/")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changed fields, such as train.steps=100")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run, and stop")
+    hosts = parser.add_argument_group("several hosts, one process on each")
+    hosts.add_argument("--join", action="store_true", help="the platform names the others (TPU VM, GKE, Slurm)")
+    hosts.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; or JAX_COORDINATOR_ADDRESS")
+    hosts.add_argument("--processes", type=int, metavar="N", help="how many there are; or JAX_NUM_PROCESSES")
+    hosts.add_argument("--process", type=int, metavar="I", help="which this is, from 0; or JAX_PROCESS_ID")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,10 +37,17 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         describe(config)
         return 0
+    from ncp_jax.parallel.processes import asked_to_join, join
+
+    given = (args.coordinator, args.processes, args.process)
+    if args.join or asked_to_join() or given != (None, None, None):
+        join(config.processes, *given)
+    import jax
+
     from ncp_jax.train.loop import train
 
     summary = train(config, say=lambda line: print(line, flush=True))
-    if summary["finished"]:
+    if summary["finished"] and jax.process_index() == 0:
         unit, best = summary["criterion"].replace("bits_per_byte", "bits/byte"), summary[f"best_{summary['criterion']}"]
         found = f", best {best:.4f} {unit} at step {summary['best_step']}" if best is not None else ""
         print(f"{summary['step']:,} steps in {duration(summary['seconds'])}{found}")

@@ -13,13 +13,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from ncp_jax.config import identity
 from ncp_jax.data.pipeline import train_batches
 from ncp_jax.data.store import TokenStore, read_file
 from ncp_jax.parallel.mesh import make_mesh, row_slice
 from ncp_jax.parallel.rules import activation_rules
+from ncp_jax.parallel.watch import Watch
 from ncp_jax.train.evaluation import HeldOut, Interrupted, evaluate, to_device, with_bytes
 from ncp_jax.train.families import build_task
 from ncp_jax.train.journal import Journal, complaint
@@ -33,6 +33,9 @@ from ncp_jax.train.throughput import Clock
 
 # A run that skips this many steps one after another does not recover: it only burns time.
 SKIPS_IN_A_ROW = 20
+
+# What a process may wish for, and tells the others with its rows of the next batch. The greater includes the lesser.
+NOTHING, SAVE, STOP = 0, 1, 2
 
 
 class BadStep(RuntimeError):
@@ -58,16 +61,20 @@ def train(
 
     Args:
         task: what to train; by default the family of config.model.
-        say: gets progress lines.
+        say: gets progress lines. Of several processes, the first one's.
         devices: by default all.
-    Raises ConfigError (and its kin) before any device step, BadStep, CheckpointError.
+    Raises ConfigError (and its kin) before any device step, BadStep, CheckpointError, ProcessError.
     """
-    task = task or build_task(
-        config.model, config.data.sequence, compute_dtype(config.train.precision), jax.default_backend()
-    )
-    trainer = Trainer(config, task, say, devices)
-    with trainer.directory.locked():
-        return trainer.run()
+    with Watch(config.processes, say) as watch:
+        task = task or build_task(
+            config.model, config.data.sequence, compute_dtype(config.train.precision), jax.default_backend()
+        )
+        trainer = Trainer(config, task, say, devices, watch)
+        with trainer.directory.locked():
+            watch.agree("the run's identity", identity(config), "Give every process the same config and overrides")
+            summary = trainer.run()
+            watch.agree("the last step", summary["step"], "Start all again: they continue from the newest checkpoint")
+        return summary
 
 
 class Trainer:
@@ -79,13 +86,15 @@ class Trainer:
         task: Task,
         say: Callable[[str], None],
         devices: Sequence[jax.Device] | None = None,
+        watch: Watch | None = None,
     ):
         """Check everything that can be checked without a device step. Writes nothing."""
         self.config, self.task, self.total = config, task, config.total_steps
+        self.watch = watch or Watch(config.processes, say)
         self.criterion = criterion(task)
         self.leader = jax.process_index() == 0
         self.say = say if self.leader else lambda line: None
-        self.directory = RunDirectory(config.directory, writes=self.leader)
+        self.directory = RunDirectory(config.directory, writes=self.leader, background=jax.process_count() > 1)
         self.directory.check_config(config)
         self.mesh = make_mesh(config.mesh, devices)
         program = make_program(config, task, self.mesh)
@@ -99,6 +108,7 @@ class Trainer:
         self.saves = Saves(self.directory, config)
         self.saves.check_source(task)
         self.stop_signal: int | None = None
+        self.wish = NOTHING  # that any process had at the newest step that was read
         self.skips = 0
 
     def run(self) -> dict:
@@ -107,6 +117,7 @@ class Trainer:
         # Signals outermost: one that comes while the last checkpoint is being written must not end the process.
         with self._signals(), jax.set_mesh(self.mesh), nn.logical_axis_rules(activation_rules()), store:
             first = store.latest()
+            self.watch.agree("the newest checkpoint", first, f"Let all hosts mount one disk at {self.directory.path}")
             with contextlib.closing(self._batches(first or 0)) as batches:
                 self._write_config()
                 state, self.frozen, self.progress, origin = self.saves.begin(self.task, self.tx, self.like, first)
@@ -140,19 +151,21 @@ class Trainer:
             self.saves.save(state, progress, best=True)
         while progress.step < self.total:
             # Dispatch this step, then read the one before.
-            batch = to_device(with_bytes(next(batches), token_bytes), self.mesh)
+            rows = with_bytes(next(batches), token_bytes)
+            minutes = (self.clock.seconds - saved_seconds) / 60
+            batch = to_device(rows | self._wishes(minutes, len(rows["tokens"])), self.mesh)
             diagnose = _due(config.train.diagnose_every, progress.step + 1)
             state, metrics = self.train_step(state, self.frozen, batch, diagnose=diagnose)
             progress.step += 1
+            self.watch.step(progress.step)
             if diagnose:
                 self.clock.pause()  # the first one compiles
             self._read(pending)
             pending = (progress.step, diagnose, metrics)
             self.saves.store.check()
 
-            minutes = (self.clock.seconds - saved_seconds) / 60
-            stop, overdue = self._agreed(minutes > (config.checkpoint.every_minutes or float("inf")))
-            save = stop or overdue or _due(config.checkpoint.every_steps, progress.step) or progress.step == self.total
+            wish = self._agreed(minutes)
+            stop, save = wish == STOP, wish >= SAVE or self._save_due()
             if not (save or self._evaluation_due()):
                 continue
             # What is evaluated or saved must be known to be sound: read this step too.
@@ -162,6 +175,7 @@ class Trainer:
             if save or (best and config.evaluation.keep_best):
                 progress.seconds = saved_seconds = self.clock.seconds
                 self.saves.save(state, progress, best)
+                self.wish = STOP if self.wish == STOP else NOTHING  # what steps on their way still wished
             self.clock.pause()
             if stop:
                 self.saves.store.wait()
@@ -174,6 +188,7 @@ class Trainer:
             return
         step, diagnosed, metrics = pending
         metrics = jax.device_get(metrics)
+        self.wish = max(self.wish, int(metrics.pop("wishes", NOTHING)))
         self.clock.mark(step)
         if metrics.pop("bad"):
             self._bad(step, complaint(metrics, self.config.train.gradient_ceiling))
@@ -221,15 +236,29 @@ class Trainer:
         self.journal.evaluation(progress.step, found, best)
         return best
 
-    def _agreed(self, overdue: bool) -> tuple[bool, bool]:
-        """Whether to stop, and whether to save: signals and clocks differ between processes, what follows must not."""
-        wish = (self.stop_signal is not None, overdue)
+    def _wish(self, minutes: float) -> int:
+        """What this process wants, `minutes` after the last save."""
+        if self.stop_signal is not None:
+            return STOP
+        return SAVE if minutes > (self.config.checkpoint.every_minutes or float("inf")) else NOTHING
+
+    def _wishes(self, minutes: float, rows: int) -> dict[str, np.ndarray]:
+        """This process's wish as a part of the batch: signals and clocks differ between processes, steps must not.
+
+        The greatest one comes back with the metrics of the step, from every device, at no cost beyond theirs; each
+        process reads it after the same step, so all save and stop together, two steps after the wish.
+        """
+        return {} if jax.process_count() == 1 else {"wishes": np.full(rows, self._wish(minutes), np.int32)}
+
+    def _agreed(self, minutes: float) -> int:
+        """What all processes do now: SAVE, STOP, or NOTHING out of turn."""
         if jax.process_count() == 1:
-            return wish
-        if self.progress.step % self.config.train.log_every:  # asking makes every process wait for the others
-            return False, False
-        stop, overdue = multihost_utils.process_allgather(np.asarray(wish)).any(axis=0)
-        return bool(stop), bool(overdue)
+            return self._wish(minutes)
+        return self.wish
+
+    def _save_due(self) -> bool:
+        step = self.progress.step
+        return _due(self.config.checkpoint.every_steps, step) or step == self.total
 
     def _stopped_alone(self) -> bool:
         return self.stop_signal is not None and jax.process_count() == 1

@@ -13,6 +13,7 @@ from ncp_jax.models.ncp.config import NCPConfig
 from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.optim.config import OptimConfig
 from ncp_jax.parallel.mesh import MeshConfig
+from ncp_jax.parallel.processes import ProcessesConfig
 
 ModelConfig = Annotated[NCPConfig | Olmo3Config | AutoencoderConfig | CalmConfig | LlamaConfig, Discriminator("kind")]
 
@@ -78,6 +79,7 @@ class RunConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     mesh: MeshConfig = MeshConfig()
+    processes: ProcessesConfig = ProcessesConfig()
     init_from: InitFrom | None = None
     workdir: str | None = None  # None: runs/NAME
 

@@ -7,9 +7,11 @@ import fcntl
 import json
 import math
 import os
+import queue
 import socket
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +30,8 @@ class RunDirectoryError(ConfigError):
 class RunDirectory:
     """One run's files. Of several processes one writes: with `writes` off, every writing method does nothing."""
 
-    def __init__(self, path: str | Path, writes: bool = True):
+    def __init__(self, path: str | Path, writes: bool = True, background: bool = False):
+        """`background`: metrics are written by a thread, so that a slow disk here delays no other process."""
         if "://" in str(path):
             raise RunDirectoryError(
                 f"workdir '{path}' is a URL; a run directory lies on a local or mounted disk, for example runs/NAME"
@@ -36,6 +39,7 @@ class RunDirectory:
         self.path, self._writes = Path(path), writes
         self.checkpoints, self.frozen = self.path / "checkpoints", self.path / "frozen"
         self.metrics = self.path / "metrics.jsonl"
+        self._background = _Background(self._append) if background and writes else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -62,7 +66,10 @@ class RunDirectory:
             handle.truncate(0)
             handle.write(f"process {os.getpid()} on {socket.gethostname()}")
             handle.flush()
-            yield
+            try:
+                yield
+            finally:
+                self.flush()
 
     def check_config(self, config: Any) -> None:
         """Raise RunDirectoryError with the differences if the directory holds another experiment."""
@@ -80,12 +87,25 @@ class RunDirectory:
         write_json(self.path / "config.json", document | {"versions": versions(), "git": git_state()})
 
     def log(self, record: dict) -> None:
-        """Append one line to metrics.jsonl; numbers that are not finite become null."""
+        """Append one line to metrics.jsonl; numbers that are not finite become null. In the background, an error is the
+        next call's."""
         if not self._writes:
             return
+        line = json.dumps(_finite(record), allow_nan=False) + "\n"
+        if self._background is None:
+            self._append(line)
+        else:
+            self._background.put(line)
+
+    def flush(self) -> None:
+        """Return when all metrics are written. Raises as `log`."""
+        if self._background is not None:
+            self._background.flush()
+
+    def _append(self, line: str) -> None:
         try:
             with open(self.metrics, "a") as file:
-                file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+                file.write(line)
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot write {self.metrics}: {error.strerror}; free space or fix the permissions, then start the "
@@ -102,6 +122,41 @@ class RunDirectory:
     def write_summary(self, summary: dict) -> None:
         if self._writes:
             write_json(self.path / "summary.json", _finite(summary))
+
+
+class _Background:
+    """Lines that a thread writes, in order. After a failure it writes no more, and whoever calls next gets the failure."""
+
+    def __init__(self, write: Callable[[str], None]):
+        self._write = write
+        self._failure: RunDirectoryError | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._run, name="metrics", daemon=True).start()
+
+    def put(self, line: str) -> None:
+        self._check()
+        self._lines.put(line)
+
+    def flush(self) -> None:
+        self._lines.join()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _run(self) -> None:
+        failed = False
+        while True:
+            line = self._lines.get()
+            try:
+                if not failed:
+                    self._write(line)
+            except RunDirectoryError as error:
+                self._failure, failed = error, True
+            finally:
+                self._lines.task_done()
 
 
 def check_same(config: Any, stored: dict, where: str, run: Path) -> None:

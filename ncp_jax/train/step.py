@@ -105,6 +105,8 @@ def make_train_step(
         metrics |= {"loss": objective(task, sums, weights), "gradient_norm": norm}
         if "ntp" in sums and "bytes" in batch:
             metrics["bits_per_byte"] = sums["ntp"] / (math.log(2) * jnp.maximum(batch["bytes"].sum(), 1))
+        if "wishes" in batch:  # of the processes that fed the rows: train/loop.py
+            metrics["wishes"] = batch["wishes"].max()
         if diagnose:
             metrics |= _diagnostics(task, state.params, frozen, batch, grads, leaves)
         # 5. A bad step is left out, if the guard says so.

@@ -16,7 +16,7 @@ SURFACE = {
     ],
     "data train-bpe": ["--out", "--split-file", "--text-key", "--val-fraction", "--vocab", "SRC"],
     "data inspect": ["--sample", "--verify", "DIR"],
-    "train": ["--dry-run", "CONFIG", "KEY=VALUE"],
+    "train": ["--coordinator", "--dry-run", "--join", "--process", "--processes", "CONFIG", "KEY=VALUE"],
     "sample": [
         "--candidates", "--history", "--max-draws", "--method", "--min-p", "--partial", "--seed", "--step", "--stop",
         "--temperature", "--tokens", "--top-k", "--top-p", "PROMPT", "RUN",

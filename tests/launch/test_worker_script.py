@@ -180,7 +180,6 @@ def pod(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.host, module.status, module.did = 0, 0, []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda: module.did.append("joined"))
     monkeypatch.setattr(jax, "process_index", lambda: module.host)
     monkeypatch.setattr(cli, "main", lambda words: module.did.append(words) or module.status)
     return module
@@ -202,7 +201,7 @@ def test_pod_tells_a_stopped_run_from_a_finished_one(pod, tmp_path, summary, hos
     words = [str(ROOT / "configs/ncp_nano.py"), f"workdir={tmp_path}"]
     pod.host, pod.status = host, status
     assert pod.main(words) == wanted
-    assert pod.did == ["joined", ["train", *words]]
+    assert pod.did == [["train", "--join", *words]]
 
 
 def test_scripts_and_pod_mean_the_same_status(pod):
