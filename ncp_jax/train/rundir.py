@@ -125,7 +125,7 @@ class RunDirectory:
 
 
 class _Background:
-    """Lines that a thread writes, in order. After a failure it writes no more, and whoever calls next gets the failure."""
+    """Lines that a thread writes, in order. After a failure it writes no more; whoever calls next gets the failure."""
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
