@@ -14,6 +14,7 @@ import time
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 from tiny_runs import bigram, child_environment, run_config, watch_batches
 
@@ -22,6 +23,8 @@ from ncp_jax.parallel.watch import end_process
 from ncp_jax.train.loop import train
 
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_force_host_platform_device_count="
+
+INTERLEAVED = "interleaved"
 
 
 def free_port() -> int:
@@ -32,10 +35,12 @@ def free_port() -> int:
 
 def start(
     corpus: Path, workdir: Path, *changes: str, count: int = 2, devices: int = 2, absent: int | None = None,
-    acts: dict[int, str] | None = None,
+    acts: dict[int, str] | None = None, interleaved: bool = False,
 ) -> list[subprocess.Popen]:  # fmt: skip
-    """Processes 0 to `count` - 1, but for an absent one. `acts`: what happens to some of them."""
+    """Processes 0 to `count` - 1, but for an absent one. `acts`: what happens to some of them. `interleaved`: in the
+    mesh, devices of different processes take turns, as chips do where the wires say so."""
     port, acts = free_port(), acts or {}
+    changes = (*changes, INTERLEAVED) if interleaved else changes
     return [
         subprocess.Popen(
             [sys.executable, __file__, str(index), str(count), str(port), str(corpus), str(workdir),
@@ -85,7 +90,7 @@ def _act(action: str, number: int) -> None:
 
 
 def _work(index: int, count: int, port: str, corpus: str, workdir: str, action: str, *changes: str) -> None:
-    config, seen = run_config(corpus, workdir, "olmo3", *changes), []
+    config, seen = run_config(corpus, workdir, "olmo3", *(change for change in changes if change != INTERLEAVED)), []
 
     def see(number: int, batch: dict) -> None:
         seen.append(row_sums(batch))
@@ -93,7 +98,12 @@ def _work(index: int, count: int, port: str, corpus: str, workdir: str, action: 
 
     watch_batches(setattr, see)
     join(config.processes, f"127.0.0.1:{port}", count, index)
-    train(config, bigram())
+    devices = jax.devices()  # process by process
+    if INTERLEAVED in changes:
+        devices = [
+            device for one in range(jax.local_device_count()) for device in devices[one :: len(devices) // count]
+        ]
+    train(config, bigram(), devices=devices)
     (Path(workdir) / f"rows-{index}.json").write_text(json.dumps(seen))
 
 

@@ -1,8 +1,8 @@
 """The data pipeline: endless training batches and finite evaluation batches from prepared token stores.
 
 Training row g of a run is a pure function of (data config, g): a fixed interleaving picks the source, and each source
-is an endlessly repeated, per-epoch reshuffled Grain dataset. Step s of any run reads rows s*G : (s+1)*G and process p
-of P takes the p-th of P equal slices, so the global batch is the same on any number of hosts, rows in the same order.
+is an endlessly repeated, per-epoch reshuffled Grain dataset. Step s of any run reads rows s*G : (s+1)*G, of which each
+process takes some of P equal slices, so the global batch is the same on any number of hosts, rows in the same order.
 (Grain's ElasticIterator deals rows out round-robin instead: the same set, but another order per host count.)
 
 G rows per global batch, T tokens per row, k tokens per chunk.
@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import grain
@@ -62,9 +62,9 @@ class TrainBatches(Iterator[Batch]):
 class EvaluationBatches:
     """Finite batches of this process, the same number on every process; can be iterated again."""
 
-    def __init__(self, rows: Rows, count: int, config: DataConfig, batch: int, vocab: int, process: tuple[int, int]):
+    def __init__(self, rows: Rows, count: int, config: DataConfig, batch: int, vocab: int, offsets: list[int]):
         self.sequences = count
-        self._rows, self._config, self._batch, self._vocab, self._process = rows, config, batch, vocab, process
+        self._rows, self._config, self._batch, self._vocab, self._offsets = rows, config, batch, vocab, offsets
 
     def __len__(self) -> int:
         return -(-self.sequences // self._batch)
@@ -73,10 +73,7 @@ class EvaluationBatches:
         return (self._read(number) for number in range(len(self)))
 
     def _read(self, number: int) -> Batch:
-        index, count = self._process
-        local = self._batch // count
-        first = number * self._batch + index * local
-        rows = [self._pieces(row) for row in range(first, first + local)]
+        rows = [self._pieces(number * self._batch + offset) for offset in self._offsets]
         config = self._config
         return assemble(rows, config.sequence, documents=config.packing == "documents", vocab=self._vocab)
 
@@ -98,33 +95,34 @@ class MixtureRow:
 
 def train_batches(
     config: DataConfig, *, vocab: int, chunk: int, global_batch: int, start_step: int = 0,
-    ends: bool = False, process_index: int = 0, process_count: int = 1,
+    ends: bool = False, process_index: int | Sequence[int] = 0, process_count: int = 1,
 ) -> TrainBatches:  # fmt: skip
     """Batches from step `start_step` on, `global_batch / process_count` rows each (see packing.assemble).
 
-    `vocab`: ids of the model; `chunk`: k; `ends`: whether packed documents hold their end-of-text token as an input.
+    `vocab`: ids of the model; `chunk`: k; `ends`: whether packed documents hold their end-of-text token as an input;
+    `process_index`: which of `process_count` equal slices of the rows are read, one or several in rising order.
     Raises ConfigError for impossible sizes or weights, StoreError for a store that is absent, damaged or made for more
     ids than `vocab`.
     """
     check_chunk(config.sequence, chunk)
-    local = _local_rows(global_batch, process_index, process_count)
+    offsets = _offsets(global_batch, process_index, process_count)
     sources = [_rows(store, config, chunk, config.shuffle_seed, ends) for store in _stores(config, vocab)]
     mixture = _Mixture(sources, config)
-    read = _StepReader(mixture, config, vocab, (global_batch, process_index * local, local))
+    read = _StepReader(mixture, config, vocab, global_batch, offsets)
     return TrainBatches(grain.MapDataset.source(read), config, start_step, global_batch)
 
 
 def evaluation_batches(
     store: TokenStore, config: DataConfig, *, batch: int, chunk: int, limit: int | None = None,
-    vocab: int | None = None, ends: bool = False, process_index: int = 0, process_count: int = 1,
+    vocab: int | None = None, ends: bool = False, process_index: int | Sequence[int] = 0, process_count: int = 1,
 ) -> EvaluationBatches:  # fmt: skip
     """Every row of `store` once (the first `limit` of them), `batch` rows over all processes at a time.
 
     Rows are cut as `config` says. The last batch is filled with fully masked rows. `vocab`: ids of the model, where it
-    may differ from the store's; `ends` as in training. Raises ConfigError for impossible sizes.
+    may differ from the store's; `ends` and `process_index` as in training. Raises ConfigError for impossible sizes.
     """
     check_chunk(config.sequence, chunk)
-    _local_rows(batch, process_index, process_count)
+    offsets = _offsets(batch, process_index, process_count)
     if limit is not None and limit < 1:
         raise ConfigError(f"an evaluation limit must be at least 1 sequence, got {limit}; leave it out to read all")
     if vocab is not None:
@@ -132,7 +130,7 @@ def evaluation_batches(
     rows = _rows(store, config, chunk, EVALUATION_SEED, ends)
     count = len(rows) if limit is None else min(limit, len(rows))
     ids = store.manifest.vocab if vocab is None else vocab
-    return EvaluationBatches(rows, count, config, batch, ids, (process_index, process_count))
+    return EvaluationBatches(rows, count, config, batch, ids, offsets)
 
 
 def effective_mixture(
@@ -174,17 +172,17 @@ class _Mixture:
 class _StepReader:
     """Random-access source for Grain: step -> this process's batch."""
 
-    def __init__(self, mixture: _Mixture, config: DataConfig, vocab: int, slice_of: tuple[int, int, int]):
+    def __init__(self, mixture: _Mixture, config: DataConfig, vocab: int, global_batch: int, offsets: list[int]):
         self._mixture, self._vocab = mixture, vocab
         self._sequence, self._documents = config.sequence, config.packing == "documents"
-        self._global_batch, self._first, self._local = slice_of
+        self._global_batch, self._offsets = global_batch, offsets
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, step: int) -> Batch:
-        first = int(step) * self._global_batch + self._first
-        rows = [self._mixture.pieces(row) for row in range(first, first + self._local)]
+        first = int(step) * self._global_batch
+        rows = [self._mixture.pieces(first + offset) for offset in self._offsets]
         return assemble(rows, self._sequence, documents=self._documents, vocab=self._vocab)
 
 
@@ -213,15 +211,19 @@ def _rows(store: TokenStore, config: DataConfig, chunk: int, seed: int, ends: bo
     return rows
 
 
-def _local_rows(batch: int, process_index: int, process_count: int) -> int:
-    if not 0 <= process_index < process_count:
-        raise ConfigError(f"process {process_index} of {process_count} does not exist; processes count from 0")
+def _offsets(batch: int, process_index: int | Sequence[int], process_count: int) -> list[int]:
+    """Places in the global batch of the rows that are read here."""
+    slices = [process_index] if isinstance(process_index, int) else list(process_index)
+    for index in slices:
+        if not 0 <= index < process_count:
+            raise ConfigError(f"process {index} of {process_count} does not exist; processes count from 0")
     if batch < 1 or batch % process_count:
         raise ConfigError(
             f"a global batch of {batch} does not divide over {process_count} processes; "
             f"nearest legal: {nearest_multiples(batch, process_count)}"
         )
-    return batch // process_count
+    size = batch // process_count
+    return [row for index in slices for row in range(index * size, (index + 1) * size)]
 
 
 def _proportions(config: DataConfig) -> list[int]:

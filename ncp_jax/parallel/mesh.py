@@ -1,4 +1,4 @@
-"""The device mesh: four named axes, the same on one CPU and on a pod.
+"""The device mesh: four named axes, the same on one CPU and on a pod, in the order of the wires between its chips.
 
 data: replicas (across slices); fsdp: parameters and batch; tensor: heads and feed-forward; seq: tokens of a row.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ncp_jax.config import ConfigError, frozen, nearest_multiples
@@ -49,11 +50,34 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over all devices, or those given."""
+    """The mesh over all devices, or those given. Raises ConfigError for sizes that do not fit them, or their slices."""
     devices = jax.devices() if devices is None else devices
-    shape = config.shape(len(devices))
     # Auto: Linen's logical constraints are hints to the partitioner; explicit axes would reject them.
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(arrange(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arrange(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Devices by mesh coordinates.
+
+    TPU chips are neighbours in two or three directions, and an axis is laid along them, so that its collectives go
+    round a ring; an axis may take a part of a direction. Slices are joined by the data-centre network: they differ in
+    `data` alone, the axis whose traffic is least (gradients, once per step). Other devices keep their order.
+    """
+    shape, first = config.shape(len(devices)), devices[0]
+    if first.platform != "tpu":
+        return np.asarray(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, *inner = shape
+    if data % slices:
+        raise ConfigError(
+            f"mesh {config.describe()}: data = {data} does not divide over {slices} slices, and only data may cross "
+            f"the network between them; nearest legal mesh.data: {nearest_multiples(data, slices)}"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *inner), (slices, *[1] * len(inner)), devices, allow_split_physical_axes=True
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -84,25 +108,16 @@ def check_sequence(sequence: int, chunk: int, mesh: Mesh) -> None:
 
 
 @functools.cache
-def row_slice(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): this process feeds the index-th of `count` equal slices of every batch's rows.
+def row_slices(mesh: Mesh) -> tuple[tuple[int, ...], int]:
+    """(indices, count): which of `count` equal slices of every batch's rows this process feeds, in rising order.
 
-    Processes whose devices hold the same rows, because a tensor or seq axis spans them, feed the same slice.
+    They need not be neighbours: the wires decide where in the mesh a process's devices stand. Processes whose devices
+    hold the same rows, because a tensor or seq axis spans them, feed the same slices.
     """
-    owners = [[device.process_index for device in row] for row in mesh.devices.reshape(_batch_shards(mesh), -1)]
-    return slice_of(jax.process_index(), owners)
-
-
-def slice_of(process: int, owners: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """`row_slice` of a process, from the processes that hold each batch shard. Raises ConfigError if there is none."""
-    mine = [shard for shard, processes in enumerate(owners) if process in processes]
-    first, size = mine[0], len(mine)
-    if mine != list(range(first, first + size)) or first % size or len(owners) % size:
-        raise ConfigError(
-            f"process {process} holds batch shards {mine} of {len(owners)}, which is not one of equal slices; "
-            "choose mesh sizes so that each process holds neighbouring shards, as many as every other"
-        )
-    return first // size, len(owners) // size
+    here = jax.process_index()
+    shards = mesh.devices.reshape(_batch_shards(mesh), -1)
+    mine = [index for index, row in enumerate(shards) if any(device.process_index == here for device in row)]
+    return tuple(mine), len(shards)
 
 
 def _batch_shards(mesh: Mesh) -> int:

@@ -5,17 +5,17 @@ Sums and weights travel separately and are divided once, so neither the batch si
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from ncp_jax.data.config import DataConfig
 from ncp_jax.data.pipeline import evaluation_batches
 from ncp_jax.data.store import TokenStore
-from ncp_jax.parallel.mesh import row_slice
+from ncp_jax.parallel.mesh import row_slices
 from ncp_jax.parallel.rules import batch_sharding, row_sharding
 
 HostBatch = dict[str, np.ndarray]
@@ -26,17 +26,17 @@ class HeldOut:
 
     def __init__(
         self, config: DataConfig, *, split: str, batch: int, rows: int | None, chunk: int, vocab: int,
-        ends: bool = False, slice_of_rows: tuple[int, int] = (0, 1),
+        ends: bool = False, slices: tuple[Sequence[int], int] = ((0,), 1),
     ):  # fmt: skip
-        """`batch`: rows over all processes; `slice_of_rows`: which (index, count) of equal slices is this process's;
+        """`batch`: rows over all processes; `slices`: which (indices, count) of equal slices are this process's;
         `ends`: see data/pipeline.py."""
         self._parts = {}
-        index, count = slice_of_rows
+        indices, count = slices
         for source in config.mixture:
             store = TokenStore.open(f"{source.path.rstrip('/')}/{split}")
             batches = evaluation_batches(
                 store, config, batch=batch, chunk=chunk, limit=rows, vocab=vocab, ends=ends,
-                process_index=index, process_count=count,
+                process_index=indices, process_count=count,
             )  # fmt: skip
             self._parts[source.path] = (batches, store.token_bytes)
 
@@ -98,10 +98,20 @@ def with_bytes(batch: HostBatch, token_bytes: np.ndarray) -> HostBatch:
 
 def to_device(batch: HostBatch, mesh: Mesh) -> dict[str, jax.Array]:
     """This process's rows as part of global arrays."""
-    rows, tokens, slices = row_sharding(mesh), batch_sharding(mesh), row_slice(mesh)[1]
+    rows, tokens = row_sharding(mesh), batch_sharding(mesh)
     return {
-        name: jax.make_array_from_process_local_data(
-            rows if value.ndim == 1 else tokens, value, (value.shape[0] * slices, *value.shape[1:])
-        )
-        for name, value in batch.items()
+        name: _placed(value, rows if value.ndim == 1 else tokens, *row_slices(mesh)) for name, value in batch.items()
     }
+
+
+def _placed(local: np.ndarray, sharding: NamedSharding, slices: tuple[int, ...], count: int) -> jax.Array:
+    """The global array whose `slices`, of `count`, are `local`."""
+    size = len(local) // len(slices)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        """What one device holds: one slice of the rows, and of each the tokens of its seq shard."""
+        assert index is not None
+        first = slices.index((index[0].start or 0) // size) * size
+        return local[(slice(first, first + size), *index[1:])]
+
+    return jax.make_array_from_callback((size * count, *local.shape[1:]), sharding, part)

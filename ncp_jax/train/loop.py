@@ -17,7 +17,7 @@ import numpy as np
 from ncp_jax.config import identity
 from ncp_jax.data.pipeline import train_batches
 from ncp_jax.data.store import TokenStore, read_file
-from ncp_jax.parallel.mesh import make_mesh, row_slice
+from ncp_jax.parallel.mesh import make_mesh, row_slices
 from ncp_jax.parallel.rules import activation_rules
 from ncp_jax.parallel.watch import Watch
 from ncp_jax.train.evaluation import HeldOut, Interrupted, evaluate, to_device, with_bytes
@@ -103,7 +103,7 @@ class Trainer:
         self.tokens = TokenStore.open(config.data.mixture[0].store)
         self.held_out = HeldOut(
             config.data, split=config.evaluation.split, batch=config.evaluation_batch, rows=config.evaluation.rows,
-            chunk=task.chunk, vocab=task.vocab, ends=task.reads_ends, slice_of_rows=row_slice(self.mesh),
+            chunk=task.chunk, vocab=task.vocab, ends=task.reads_ends, slices=row_slices(self.mesh),
         )  # fmt: skip
         self.saves = Saves(self.directory, config)
         self.saves.check_source(task)
@@ -133,10 +133,10 @@ class Trainer:
         return summary
 
     def _batches(self, step: int):
-        config, (index, count) = self.config, row_slice(self.mesh)
+        config, (indices, count) = self.config, row_slices(self.mesh)
         return train_batches(
             config.data, vocab=self.task.vocab, chunk=self.task.chunk, global_batch=config.train.batch,
-            start_step=step, ends=self.task.reads_ends, process_index=index, process_count=count,
+            start_step=step, ends=self.task.reads_ends, process_index=indices, process_count=count,
         )  # fmt: skip
 
     def _write_config(self) -> None:

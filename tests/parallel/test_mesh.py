@@ -1,10 +1,14 @@
 """The mesh: sizes, what divides over it, and which rows each process feeds."""
 
+from dataclasses import dataclass
+
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from ncp_jax.config import ConfigError
-from ncp_jax.parallel.mesh import MeshConfig, check_rows, check_sequence, make_mesh, row_slice, slice_of
+from ncp_jax.parallel.mesh import AXES, MeshConfig, arrange, check_rows, check_sequence, make_mesh, row_slices
 
 
 @pytest.mark.parametrize(
@@ -53,25 +57,39 @@ def test_rows_and_tokens_must_divide():
         check_sequence(12, 4, mesh)
 
 
-@pytest.mark.parametrize(
-    ("owners", "slices"),
-    [
-        ([[0], [0], [1], [1]], {0: (0, 2), 1: (1, 2)}),  # two devices each, rows alone are split
-        ([[0, 0], [1, 1]], {0: (0, 2), 1: (1, 2)}),  # tensor within a process
-        ([[0, 1]], {0: (0, 1), 1: (0, 1)}),  # tensor across both: they hold the same rows
-        ([[0, 1], [2, 3]], {0: (0, 2), 1: (0, 2), 2: (1, 2), 3: (1, 2)}),
-        ([[1], [0]], {0: (1, 2), 1: (0, 2)}),  # devices in another order than processes
-    ],
-)
-def test_each_process_feeds_the_rows_of_its_devices(owners, slices):
-    assert {process: slice_of(process, owners) for process in slices} == slices
+@dataclass(frozen=True)
+class Wired:
+    """A device of a slice that is not there."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
 
 
-@pytest.mark.parametrize("owners", [[[0], [1], [0], [1]], [[1], [0], [0], [1]], [[0], [0], [1]]])
-def test_rows_that_are_not_equal_slices_are_refused(owners):
-    with pytest.raises(ConfigError, match=r"process 0 holds batch shards \[.*\] of \d, which is not one of equal"):
-        slice_of(0, owners)
+def test_each_process_feeds_the_rows_of_its_devices(monkeypatch):
+    """Two rows of devices per process, in whatever order; with a tensor axis across processes, both feed the same."""
+    order = [0, 2, 1, 0, 2, 1]
+    mesh = Mesh(np.array([Wired(index, process) for index, process in enumerate(order)]).reshape(1, 6, 1, 1), AXES)
+    assert fed(mesh, 3, monkeypatch) == [(0, 3), (2, 5), (1, 4)]
+    mesh = Mesh(np.array([Wired(index, process) for index, process in enumerate(order)]).reshape(1, 3, 2, 1), AXES)
+    assert fed(mesh, 3, monkeypatch) == [(0, 1), (1, 2), (0, 2)]
+
+
+def fed(mesh: Mesh, processes: int, monkeypatch) -> list[tuple[int, ...]]:
+    found = []
+    for process in range(processes):
+        monkeypatch.setattr(jax, "process_index", lambda: process)  # noqa: B023
+        row_slices.cache_clear()
+        slices, count = row_slices(mesh)
+        assert count == mesh.shape["data"] * mesh.shape["fsdp"]
+        found.append(slices)
+    row_slices.cache_clear()
+    return found
 
 
 def test_one_process_feeds_everything():
-    assert row_slice(make_mesh(MeshConfig(data=2, tensor=2))) == (0, 1)
+    assert row_slices(make_mesh(MeshConfig(data=2, tensor=2))) == ((0, 1, 2, 3), 4)
+
+
+def test_devices_that_are_no_tpus_keep_their_order():
+    assert arrange(MeshConfig(fsdp=4, tensor=2), jax.devices()).flatten().tolist() == jax.devices()

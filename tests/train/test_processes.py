@@ -49,6 +49,14 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
             assert values == pytest.approx(wanted, rel=1e-5)
 
 
+def test_devices_that_take_turns_between_processes(corpus, straight, tmp_path):
+    """Each process feeds slices of the batch that are no neighbours, of which the mesh makes the same batch."""
+    run(corpus, tmp_path, "mesh.fsdp=4", *STEPS, interleaved=True)
+    assert_same_run(tmp_path, straight)
+    ours, theirs = (rows_by_step(workdir, slices) for workdir, slices in ((tmp_path, 2), (straight, 1)))
+    assert [[*step[0:2], *step[4:6], *step[2:4], *step[6:8]] for step in ours] == theirs
+
+
 @pytest.mark.parametrize(
     ("count", "devices", "mesh", "slices"),
     [
@@ -88,7 +96,7 @@ def test_a_killed_process_is_named_by_the_others(corpus, tmp_path, count, victim
     workers = start(corpus, tmp_path, "mesh.fsdp=-1", *HASTY, count=count, acts={victim: "kill@8"})
     workers[victim].wait(timeout=60)
     killed = time.monotonic()
-    found = ends(workers, timeout=30)
+    found = ends(workers)
     assert time.monotonic() - killed < SILENT + 12  # two beats, and whatever else this machine does
     assert [status for status, *_ in found] == [-9 if process == victim else 1 for process in range(count)]
     for process, (_, _, errors) in enumerate(found):
@@ -102,7 +110,7 @@ def test_a_killed_process_is_named_by_the_others(corpus, tmp_path, count, victim
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_host_that_never_joins_is_named(corpus, tmp_path, absent):
     began = time.monotonic()
-    found = ends(start(corpus, tmp_path, "processes.join_seconds=4", count=3, absent=absent), timeout=40)
+    found = ends(start(corpus, tmp_path, "processes.join_seconds=4", count=3, absent=absent))
     assert time.monotonic() - began < 30  # the start of Python included
     for status, _, errors in found:
         assert status == 1
@@ -111,7 +119,7 @@ def test_a_host_that_never_joins_is_named(corpus, tmp_path, absent):
 
 
 def test_an_error_at_one_process_ends_the_others_with_it(corpus, tmp_path):
-    found = ends(start(corpus, tmp_path, "mesh.fsdp=4", *HASTY, acts={0: "fail@8"}), timeout=60)
+    found = ends(start(corpus, tmp_path, "mesh.fsdp=4", *HASTY, acts={0: "fail@8"}))
     assert [status for status, *_ in found] == [1, 1]
     assert found[0][2].strip().endswith("OSError: the disk of this host is broken")
     assert ") failed: OSError: the disk of this host is broken; process 1 (" in found[1][2]
@@ -139,7 +147,7 @@ def test_the_command_line_and_configs_that_differ(corpus, tmp_path):
             ("1", [], {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}),
         )
     ]  # fmt: skip
-    for status, _, errors in ends(workers, timeout=60):
+    for status, _, errors in ends(workers):
         assert status == 2
         assert "the run's identity: process 0 (" in errors
         assert "Give every process the same config and overrides" in errors
