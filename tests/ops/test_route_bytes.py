@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ncp_jax.ops.route_bytes import ideal_states, kernel_states
 from ncp_jax.ops.route_kernels import Kernels
 from ncp_jax.ops.route_mix import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources
 
@@ -130,3 +131,19 @@ def test_cross_routes_declare_what_they_move(name):
 def test_a_block_too_many_is_seen():
     """The walk tells one layer from the next."""
     assert depth_forward_of(2)["cost_estimate"].bytes_accessed != walked(depth_forward_of(2), 3)
+
+
+def test_the_released_size_moves_less_than_1_5_times_the_ideal():
+    """16/8/16 layers at k = 4; the ideal by hand: 152 + 152 + 11 depth, 256 + 32 + 30 cross, 4 injected, twice."""
+    assert ideal_states(16, 8, 16, 4) == 1274
+    parts = kernel_states(16, 8, 16, 4)
+    assert sum(parts.values()) <= 1.5 * 1274, parts
+
+
+def test_parts_are_what_kernels_declare():
+    """The small tower of this file, in the formula's terms."""
+    forward = sum(depth_forward_of(layer)["cost_estimate"].bytes_accessed for layer in range(L)) / STATE
+    backward = sum(depth_backward_of(layer)["cost_estimate"].bytes_accessed for layer in range(L)) / STATE
+    parts = kernel_states(L, 0, 0, K)  # an encoder alone
+    assert parts["depth_forward"] == pytest.approx(forward, rel=0.05)
+    assert parts["depth_backward"] == pytest.approx(backward, rel=0.05)
