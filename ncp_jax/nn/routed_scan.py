@@ -23,9 +23,8 @@ from ncp_jax.config import frozen
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.block import Sight, Weights, block
 from ncp_jax.ops import route_mix
-from ncp_jax.ops.chunking import chunk_mean
 from ncp_jax.ops.route_kernels import Kernels
-from ncp_jax.ops.route_mix import At, Crosses, Depth, Outside, Reads, Shift, Sources, Statistics, wide
+from ncp_jax.ops.route_mix import At, Crosses, Depth, Outside, Reads, Shift, Sources, Statistics, Summary, wide
 
 
 @frozen
@@ -50,6 +49,11 @@ class Plan:
         """Super-blocks that are scanned; none if there is but one."""
         whole = self.layers // self.period
         return whole if whole > 1 else 0
+
+    @property
+    def summary(self) -> Summary | None:
+        """What is kept of outputs that other towers read."""
+        return Summary(self.backbone.eps, self.pool) if self.outputs else None
 
 
 class Outputs(NamedTuple):
@@ -102,11 +106,14 @@ def _forward(plan: Plan, x_BTD: Array, weights: Weights, depth, crosses: Crosses
         h_BTD, weight_BTN = out_BTD, None
         if own is not None:
             read = None if plan.router_reads_output else update_BTD
-            h_BTD, weight_BTN = ops.depth_forward(at, x_BTD, raw, read, own, plan.irc == "softmax")
+            softmax = plan.irc == "softmax"
+            h_BTD, weight_BTN, summary = ops.depth_forward(at, x_BTD, raw, read, own, softmax, plan.summary)
+        else:
+            summary = route_mix.summarised(out_BTD, plan.summary)
         if has_cross:
             mixed = mixed.at[at.index].set(h_BTD)
             h_BTD = ops.cross_forward(h_BTD, cross, reads, seen, plan.shift)
-        return (h_BTD, raw, inputs, mixed), Kept(weight_BTN, *_summary(plan, out_BTD))
+        return (h_BTD, raw, inputs, mixed), Kept(weight_BTN, *summary)
 
     (h_BTD, raw, inputs, mixed), kept = _over_layers(plan, layer, carry, weights, (depth, crosses))
     outputs = Outputs(h_BTD)
@@ -201,13 +208,6 @@ def _over_layers(plan: Plan, layer, carry, weights: Weights, routes, reverse: bo
             carry, found = run(carry)
             parts = found + parts if reverse else parts + found
     return carry, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
-
-
-def _summary(plan: Plan, out_BTD: Array):
-    """(statistics, chunk means) of a layer's output, where others read them."""
-    if not plan.outputs:
-        return None, None
-    return route_mix.moments(out_BTD, plan.backbone.eps), None if plan.pool is None else chunk_mean(out_BTD, plan.pool)
 
 
 def _outside(plan: Plan, d: Any, moments) -> Outside | None:

@@ -42,3 +42,42 @@ def _block_bytes(operand: Operand) -> int:
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def ideal_states(encoder: int, concept: int, decoder: int, k: int) -> float:
+    """States (one [B, T, D] array at token rate) that the routes must read: each layer's sources once forward and once
+    backward; the concept tower and concept sources at 1/k."""
+    own = _candidates(encoder) + _candidates(decoder) + _candidates(concept) / k
+    cross = encoder * decoder + concept * decoder / k + (encoder - 1) * concept / k
+    return 2 * (own + cross + decoder / k)  # and the injected concept
+
+
+def kernel_states(encoder: int, concept: int, decoder: int, k: int) -> dict[str, float]:
+    """States that the kernel form moves, by part: kernels as their block mappings do, without per-token scalars and
+    parameters (1 to 2 % at a width of 4096); `copies` and `around` are what XLA does between them.
+
+    copies: a kernel's result is written once more, into its stack. around: chunk means cut to the layers that are read,
+    with their statistics; the cotangent of a tower's input; cotangents at the edges of tiles.
+    """
+    rate = 1 / k
+    towers = ((encoder, 1.0, 1 + rate), (concept, rate, 1.0), (decoder, 1.0, 0.0))  # layers, rate, from outside
+    read = decoder * (encoder + (concept + 1) * rate) + concept * (encoder - 1) * rate
+    crossing = decoder + concept * rate
+    return {
+        "depth_forward": sum(r * (_candidates(L) + L) for L, r, _ in towers) + rate * encoder,  # chunk means
+        "depth_backward": sum(
+            r * (_candidates(L) + sum(max(L - 1 - l, 1) for l in range(L)) + (2 + outside) * L)
+            for L, r, outside in towers
+        ),
+        "cross_forward": read + 2 * crossing,
+        "cross_backward": read + 3 * crossing,
+        "cross_gather": decoder + encoder + (concept + 1) * rate + rate * (concept + encoder - 1),
+        "copies": 4 * crossing,
+        "around": 3 * rate * (encoder - 1)
+        + sum(r * (L + 2) for L, r, _ in towers) + 2 * (concept + 1) * rate,
+    }  # fmt: skip
+
+
+def _candidates(layers: int) -> float:
+    """States that the depth routes of a tower mix: 2 after its first layer, layers + 1 after its last."""
+    return sum(layer + 2 for layer in range(layers))

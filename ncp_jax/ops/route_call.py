@@ -25,7 +25,12 @@ def flat(x: Array | None) -> Any:
 
 
 def tile_of(tokens: int, most: int, k: int, interpret: bool) -> int:
-    """The largest tile of whole chunks, up to `most`, that divides the tokens. Raises ValueError for one too small."""
+    """The largest tile of whole chunks, up to `most`, that divides the tokens. Raises ValueError if there is none."""
+    if tokens % k:
+        raise ValueError(
+            f"{tokens} tokens on a device are no whole chunks of {k}, which route kernels need; choose rows of a "
+            "multiple of it, or routing.tower=scan"
+        )
     tile = k * math.gcd(tokens // k, max(most // k, 1))
     if not interpret and tile % 64:
         raise ValueError(

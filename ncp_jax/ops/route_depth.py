@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from ncp_jax.ops.route_bytes import Operand
 from ncp_jax.ops.route_call import F32, by_token, call, clip, column_of, exact_dot, placement, tile_of, whole
-from ncp_jax.ops.route_mix import At, Depth, depth_weights, wide
+from ncp_jax.ops.route_mix import At, Depth, Summary, depth_weights, moments, wide
 
 TILE = 256  # tokens; half as many backward, which holds more
 
@@ -26,15 +26,22 @@ def inputs_of(input_tD: Array, raw: Array, update: Array | None, p: Depth, inter
     return {"input": input_tD, "raw": raw, "update": update, "p": p, "interpret": interpret}
 
 
-def forward(count: Array, given: dict[str, Any], at: At, softmax: bool, interpret: bool) -> dict[str, Array]:
-    """Newest state first: the router reads it."""
-    (tokens, D), N = given["input"].shape, given["raw"].shape[0] + 1
-    tile = tile_of(tokens, TILE, 1, interpret)
+def forward(
+    count: Array, given: dict[str, Any], at: At, softmax: bool, summary: Summary | None, interpret: bool
+) -> dict[str, Array]:
+    """Newest state first: the router reads it, and what other towers want to know of it is made."""
+    (tokens, D), N, dtype = given["input"].shape, given["raw"].shape[0] + 1, given["raw"].dtype
+    k = summary.k if summary is not None and summary.k is not None else 1
+    tile = tile_of(tokens, TILE, k, interpret)
     inputs = _depth_operands(given, tile, lambda j, n: clip(n - 2 - j, 0, N - 2))
     outputs = {
-        "z": by_token(jax.ShapeDtypeStruct((tokens, D), given["raw"].dtype), tile),
+        "z": by_token(jax.ShapeDtypeStruct((tokens, D), dtype), tile),
         "weight": by_token(jax.ShapeDtypeStruct((tokens, N), F32), tile),
     }
+    if summary is not None:
+        outputs["moments"] = by_token(jax.ShapeDtypeStruct((tokens, 2), F32), tile)
+        if summary.k is not None:
+            outputs["pooled"] = by_token(jax.ShapeDtypeStruct((tokens // k, D), dtype), tile // k)
 
     def body(n, i, o, scratch):
         total, step = scratch[0], pl.program_id(1)
@@ -44,6 +51,11 @@ def forward(count: Array, given: dict[str, Any], at: At, softmax: bool, interpre
             y = wide(i["update"][...] if "update" in i else i["raw"][0])
             o["weight"][...] = depth_weights(y, _depth_of(i), n, softmax)
             total[...] = column_of(o["weight"], n - 1) * wide(i["raw"][0])
+            if summary is not None:
+                o["moments"][:, :1], o["moments"][:, 1:] = moments(i["raw"][0], summary.eps)
+            if "pooled" in o:
+                chosen = exact_dot(placement(tile, tile // k, k), i["raw"][0], 0)
+                o["pooled"][...] = (chosen / k).astype(dtype)
 
         @pl.when((step > 0) & (step < n - 1))
         def middle():

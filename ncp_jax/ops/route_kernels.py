@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ncp_jax.ops import route_cross, route_depth
 from ncp_jax.ops.route_call import flat, tile_of
-from ncp_jax.ops.route_mix import At, Crosses, Depth, Masks, Outside, Reads, Shift, Sources, Statistics
+from ncp_jax.ops.route_mix import At, Crosses, Depth, Masks, Outside, Reads, Shift, Sources, Statistics, Summary
 from ncp_jax.ops.split import devices_along, dividing
 
 
@@ -27,21 +27,24 @@ class Kernels(NamedTuple):
     interpret: bool = False
 
     def depth_forward(
-        self, at: At, input_BTD: Array, raw: Array, update_BTD: Array | None, p: Depth, softmax: bool
-    ) -> tuple[Array, Array]:
+        self, at: At, input_BTD: Array, raw: Array, update_BTD: Array | None, p: Depth, softmax: bool,
+        summary: Summary | None,
+    ) -> tuple[Array, Array, Any]:  # fmt: skip
         """As route_mix.depth_forward."""
 
         def run(count, input_BTD, raw, update, p):
-            shape = input_BTD.shape
             given = route_depth.inputs_of(flat(input_BTD), flat(raw), flat(update), p, self.interpret)
-            out = route_depth.forward(count, given, at, softmax, self.interpret)
-            return out["z"].reshape(shape), out["weight"].reshape(*shape[:2], -1)
+            out = route_depth.forward(count, given, at, softmax, summary, self.interpret)
+            return {name: x.reshape(*input_BTD.shape[:1], -1, x.shape[-1]) for name, x in out.items()}
 
-        split = self._split(input_BTD)
-        specs = P(), P(*split), P(None, *split), P(*split), P()
-        return self._over_mesh(run, specs, (P(*split), P(*split)))(
+        one = P(*self._split(input_BTD))
+        names = ["z", "weight", *(["moments"] if summary else []), *(["pooled"] if summary and summary.k else [])]
+        specs = P(), one, P(None, *one), one, P()
+        found = self._over_mesh(run, specs, dict.fromkeys(names, one))(
             route_depth.count_of(at), input_BTD, raw, update_BTD, route_depth.rows_of(p)
         )
+        moments = (found["moments"][..., 0], found["moments"][..., 1]) if summary else None
+        return found["z"], found["weight"], (moments, found.get("pooled"))
 
     def depth_backward(
         self, at: At, input_BTD: Array, raw: Array, update_BTD: Array | None, p: Depth, softmax: bool,

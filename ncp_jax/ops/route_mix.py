@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ncp_jax.ops.chunking import chunk_mean
+
 
 class Depth(NamedTuple):
     """A depth route's parameters (IRC), filled up with zeros to N candidates: the tower's input, then its outputs."""
@@ -111,6 +113,13 @@ class Outside(NamedTuple):
     pooled: Array | None
     offset_LBT: Array
     slope_LBT: Array
+
+
+class Summary(NamedTuple):
+    """What other towers want to know of a layer's output: statistics with this eps, means of chunks of k (or None)."""
+
+    eps: float
+    k: int | None
 
 
 class At(NamedTuple):
@@ -225,9 +234,12 @@ def _over_tokens(x: Array, like: Array) -> Array:
 
 
 def depth_forward(
-    at: At, input_BTD: Array, raw: Array, update_BTD: Array | None, p: Depth, softmax: bool
-) -> tuple[Array, Array]:
-    """(routed state, weights [B, T, N]) of one layer. `update_BTD`: what the router reads; None: the layer's output."""
+    at: At, input_BTD: Array, raw: Array, update_BTD: Array | None, p: Depth, softmax: bool, summary: Summary | None
+) -> tuple[Array, Array, Any]:
+    """(routed state, weights [B, T, N], `summarised` output) of one layer.
+
+    `update_BTD`: what the router reads; None: the layer's output.
+    """
 
     def layer(index: int, raw: Array, update: Array | None, p: Depth) -> tuple[Array, Array]:
         y_BTD = raw[index] if update is None else update
@@ -235,7 +247,15 @@ def depth_forward(
         states = [input_BTD, *(raw[j] for j in range(index + 1))]
         return weighted(weight_BTN, states).astype(raw.dtype), weight_BTN
 
-    return at.switch(layer, raw, update_BTD, p)
+    return *at.switch(layer, raw, update_BTD, p), summarised(raw[at.index], summary)
+
+
+def summarised(out_BTD: Array, summary: Summary | None) -> tuple[tuple[Array, Array] | None, Array | None]:
+    """(mean and inverse deviation [B, T], chunk means [B, M, D]) of a layer's output, as far as wanted."""
+    if summary is None:
+        return None, None
+    mean, inverse = moments(out_BTD, summary.eps)
+    return (mean[..., 0], inverse[..., 0]), None if summary.k is None else chunk_mean(out_BTD, summary.k)
 
 
 def depth_backward(
@@ -390,11 +410,11 @@ def fold(d_BTD: Array, shape: tuple[int, ...], shift: Shift) -> Array:
     return d
 
 
-def moments(x_BTD: Array, eps: float) -> tuple[Array, Array]:
-    """Mean and inverse deviation over the width, [B, T] in at least float32: LayerNorm's statistics."""
-    x = wide(x_BTD)
-    mean = x.mean(axis=-1)
-    return mean, lax.rsqrt(((x - mean[..., None]) ** 2).mean(axis=-1) + eps)
+def moments(x: Array, eps: float) -> tuple[Array, Array]:
+    """Mean and inverse deviation over the width, [..., 1] in at least float32: LayerNorm's statistics."""
+    x = wide(x)
+    mean = x.mean(axis=-1, keepdims=True)
+    return mean, lax.rsqrt(((x - mean) ** 2).mean(axis=-1, keepdims=True) + eps)
 
 
 def wide(x: Array) -> Array:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from models_for_tests import BACKBONE, VOCAB, K, presets, random_params
 
+from ncp_jax.config import ConfigError
 from ncp_jax.models.ncp.config import NCPConfig
+from ncp_jax.ops.route_call import tile_of
 from ncp_jax.parallel.mesh import MeshConfig, make_mesh
 from ncp_jax.parallel.rules import activation_rules, batch_sharding, place, shardings
 from ncp_jax.train.families import build_model, build_task
@@ -135,3 +137,29 @@ def test_a_mesh_changes_nothing(form, mesh):
         )
     np.testing.assert_allclose(our_loss, loss, rtol=1e-5)
     close(ours, grads, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tower", "platform", "chosen"),
+    [("kernel", "tpu", "kernel"), ("kernel", None, "scan"), ("scan", "cpu", "scan"), ("unrolled", "tpu", "unrolled")],
+)
+def test_what_is_chosen_for_a_platform(tower, platform, chosen):
+    assert with_form(presets()["released"], tower).on(platform).routing.tower == chosen
+
+
+def test_kernels_that_the_platform_does_not_have():
+    with pytest.raises(ConfigError, match=r"routing\.tower 'kernel' needs a TPU, and this runs on 'cpu'"):
+        build_task(with_form(presets()["released"], "kernel"), TOKENS, platform="cpu")
+
+
+def test_tiles_that_a_tpu_cannot_cut():
+    with pytest.raises(ValueError, match="24 tokens on a device do not divide into tiles of 64"):
+        tile_of(24, 64, K, interpret=False)
+
+
+def test_a_diagnosis_is_unrolled():
+    """It looks at every layer's route weights, which only that form leaves."""
+    c, tokens = with_form(presets()["released"], "scan"), jnp.zeros((1, 2 * K), jnp.int32)
+    model = build_model(c)
+    _, state = model.apply({"params": random_params(model)}, tokens, mutable="intermediates")
+    assert "weights" in state["intermediates"]["decoder"]["irc_0"]

@@ -11,7 +11,7 @@ import pytest
 from ncp_jax.nn.layers import layer_norm
 from ncp_jax.ops import chunking, route_mix, routing
 from ncp_jax.ops.route_kernels import Kernels
-from ncp_jax.ops.route_mix import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources
+from ncp_jax.ops.route_mix import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources, Summary
 
 L, B, T, D, K = 3, 2, 24, 16, 4
 M, N, EPS = T // K, L + 1, 1e-6
@@ -85,8 +85,11 @@ def test_a_depth_route(case, form):
         return total, z
 
     grads, z = jax.grad(plain, (0, 1, 2) if case.update else (0, 2), has_aux=True)(raw[case.layer], update, p)
-    ours_z, weight = jax.jit(functools.partial(ops.depth_forward, at, softmax=case.softmax))(x, raw, update, p)
-    close(ours_z, z, 1e-5)
+    forward = functools.partial(ops.depth_forward, at, softmax=case.softmax, summary=Summary(EPS, K))
+    ours_z, weight, ours_summary = jax.jit(forward)(x, raw, update, p)
+    out = raw[case.layer]
+    statistics = out.mean(axis=-1), (out.var(axis=-1) + EPS) ** -0.5
+    close((ours_z, ours_summary), (z, (statistics, chunking.chunk_mean(out, K))), 1e-5)
     weights = weights.at[case.layer].set(weight)
     run = jax.jit(functools.partial(ops.depth_backward, at, softmax=case.softmax, k=K))
     d_out, d_update, dp = run(x, raw, update, p, dz=dz, weights=weights, outside=outside)
@@ -130,7 +133,7 @@ def reads_of(routes: Routes, sources, masks: Masks, shift: Shift) -> Reads:
     x, encoder, concept = sources
 
     def moments(states):
-        return (jnp.moveaxis(part, 0, -1) for part in route_mix.moments(states, EPS))
+        return (jnp.moveaxis(part[..., 0], 0, -1) for part in route_mix.moments(states, EPS))
 
     at_tokens = [route_mix.expand(part, T, shift) * masks.available_BT1 for part in moments(concept)]
     return Reads(
@@ -202,7 +205,7 @@ def _layer(crosses: Crosses, l: int) -> Crosses:
 def test_a_wrong_bound_is_seen():
     """One state too few changes the sum: the comparison above would notice."""
     x, raw, update, p = depth_inputs(CASES[3])
-    right, _ = route_mix.depth_forward(At(2, (2,)), x, raw, update, p, False)
+    right = route_mix.depth_forward(At(2, (2,)), x, raw, update, p, False, None)[0]
     for ops in FORMS.values():
-        wrong, _ = ops.depth_forward(At(1, (1,)), x, raw, raw[2], p, False)
+        wrong = ops.depth_forward(At(1, (1,)), x, raw, raw[2], p, False, None)[0]
         assert float(jnp.abs(wrong - right).max()) > 0.1

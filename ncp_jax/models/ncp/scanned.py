@@ -144,7 +144,7 @@ def _cross(c: NCPConfig, name: str, layers: int, sources: int, norm: LayerNorm, 
 def _statistics(states: Array, eps: float) -> tuple[Array, Array]:
     """(mean, inverse deviation) of states [S, B, M, D], [B, M, S] each."""
     mean, inverse = moments(states, eps)
-    return jnp.moveaxis(mean, 0, -1), jnp.moveaxis(inverse, 0, -1)
+    return jnp.moveaxis(mean[..., 0], 0, -1), jnp.moveaxis(inverse[..., 0], 0, -1)
 
 
 def _stacked(parts: Sequence[Depth]) -> Depth:
