@@ -59,7 +59,10 @@ def looked_up(table_VD: Array, tokens_BT: Array, dtype: Any) -> Array:
     """Rows of the token table [B, T, D] in `dtype`. Their gradients are added up in at least f32.
 
     A common token stands in a batch a thousand times; in bfloat16 its gradient would stop growing after a few hundred.
+    Where neither that nor several devices matter, it is a plain lookup, which forward-mode derivatives pass as well.
     """
+    if not spread() and jnp.promote_types(dtype, jnp.float32) == dtype:
+        return jnp.take(table_VD.astype(dtype), tokens_BT, axis=0)
     return _looked_up(dtype, table_VD, tokens_BT)
 
 

@@ -7,6 +7,7 @@ Here each device takes its own rows, gathers the head once, and gives its share 
     autodiff, whole          1         2          logits [n, V]
     autodiff, sliced         1         3          nothing
     this                     3         0          the gradients, of x [n, D] and of the head [D, V]
+    this, with z's gradient  6         0          the same, twice
 
 Shapes: B batch, T tokens, D width, V vocabulary, n = B T tokens, of one device or of one slice of them.
 """
@@ -55,8 +56,8 @@ def linear_cross_entropy(
 
     Args:
         slice_tokens: a device's tokens are taken in slices of so many, a last one filled up; None: all at once.
-        z_gradient: whether z will be part of the objective; if so, slices are computed again in the backward pass.
-            Without it z is a number alone: no gradient flows through it.
+        z_gradient: whether z will be part of the objective. Without it z is a number alone: no gradient flows
+            through it.
         split: mesh axes of rows, tokens and vocabulary, under an ambient mesh of more than one device; None: all whole,
             as is any that does not divide.
     """
@@ -68,27 +69,24 @@ def linear_cross_entropy(
     return _fused(_How(slice_tokens, z_gradient, rows, tokens, vocab, width), x_BTD, head_DV, target_BT, scored_BT)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fused(how: _How, x_BTD: Array, head_DV: Array, target_BT: Array, scored_BT: Array) -> TokenLoss:
     return _on_devices(how, None, x_BTD, head_DV, target_BT, scored_BT)[0]
 
 
-def _forward(how: _How, *inputs: Array) -> tuple[TokenLoss, Any]:
-    if how.z_gradient:
-        return _fused(how, *inputs), inputs
-    unit = jnp.ones((), jnp.promote_types(inputs[0].dtype, jnp.float32))
-    loss, dx_BTD, dhead_DV = _on_devices(how, TokenLoss(unit, 0 * unit), *inputs)
-    return loss, (dx_BTD, dhead_DV)
+@_fused.defjvp
+def _slope(how: _How, inputs: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[TokenLoss, TokenLoss]:
+    """Loss, and its slope along the tangents: linear in them, so that its transpose is the backward pass."""
+    one = jnp.ones((), jnp.promote_types(inputs[0].dtype, jnp.float32))
 
+    def along(given: TokenLoss) -> tuple[TokenLoss, Array]:
+        loss, *gradients = _on_devices(how, given, *inputs)
+        parts = zip(gradients, tangents[:2], strict=True)
+        return loss, sum(((g.astype(one.dtype) * t.astype(one.dtype)).sum() for g, t in parts), 0 * one)
 
-def _backward(how: _How, kept: Any, given: TokenLoss) -> tuple[Array, Array, None, None]:
-    if how.z_gradient:
-        return *_on_devices(how, given, *kept)[1:], None, None
-    dx_BTD, dhead_DV = kept
-    return dx_BTD * given.nll.astype(dx_BTD.dtype), dhead_DV * given.nll, None, None
-
-
-_fused.defvjp(_forward, _backward)
+    loss, nll_slope = along(TokenLoss(one, 0 * one))
+    z_slope = along(TokenLoss(0 * one, one))[1] if how.z_gradient else 0 * one
+    return loss, TokenLoss(nll_slope, z_slope)
 
 
 def _on_devices(how: _How, given: TokenLoss | None, x_BTD: Array, head_DV: Array, target_BT: Array, scored_BT: Array):
@@ -153,15 +151,15 @@ def _slice(vocab: Any, given: TokenLoss | None, head_DV: Array, x_nD: Array, tar
     most_n = lax.pmax(most_n, names) if names else most_n
     target_n = target_n - (V * lax.axis_index(names) if names else 0)  # among this device's share
     hit_nV = target_n[:, None] == jnp.arange(V)
-    total_n, at_target_n = jnp.exp(logit_nV - most_n[:, None]).sum(axis=-1), jnp.where(hit_nV, logit_nV, 0).sum(axis=-1)
+    p_nV = jnp.exp(logit_nV - most_n[:, None])
+    total_n, at_target_n = p_nV.sum(axis=-1), jnp.where(hit_nV, logit_nV, 0).sum(axis=-1)
     if names:
         total_n, at_target_n = lax.psum((total_n, at_target_n), names)
     lse_n = most_n + jnp.log(total_n)
     loss = TokenLoss(*(jnp.where(scored_n, a, 0).sum(dtype=wide) for a in (lse_n - at_target_n, lse_n**2)))
     if given is None:
         return loss, None, None
-    p_nV = jnp.exp(logit_nV - lse_n[:, None])
-    dlogit_nV = (given.nll + 2 * given.z * lse_n)[:, None] * p_nV - jnp.where(hit_nV, given.nll, 0)
+    dlogit_nV = ((given.nll + 2 * given.z * lse_n) / total_n)[:, None] * p_nV - jnp.where(hit_nV, given.nll, 0)
     dlogit_nV = jnp.where(scored_n[:, None], dlogit_nV, 0).astype(x_nD.dtype)
     dx_nD = jnp.matmul(dlogit_nV, head_DV.T, preferred_element_type=wide)
     dx_nD = (lax.psum(dx_nD, names) if names else dx_nD).astype(x_nD.dtype)

@@ -29,7 +29,7 @@ SURFACE = {
         "--text", "--text-key", "RUN",
     ],
     "plan": [
-        "--analytic", "--json", "--mesh", "--rows-per-chip", "--search", "--slices", "--topology", "CONFIG",
+        "--analytic", "--effort", "--json", "--mesh", "--rows-per-chip", "--search", "--slices", "--topology", "CONFIG",
         "KEY=VALUE",
     ],
     "bench": ["--json", "--steps", "--vs", "CONFIG", "KEY=VALUE"],

