@@ -25,6 +25,7 @@ PARAMETERS = {
     "olmo3_nano_wide": (2_054_784, 1_006_208),
     "ncp_190m": (343_740_713, 189_713_705),
     "ncp_1b": (1_427_820_073, 1_017_081_385),
+    "speed": (343_740_713, 189_713_705),
     "ncp_archpreview_9b": (8_938_363_793, 8_116_886_417),
     "ncp_archpreview_9b_stage2": (8_938_363_793, 8_116_886_417),
     "ncp_paper_9b": (8_938_142_576, 8_116_665_200),
@@ -48,7 +49,7 @@ PARAMETERS = {
 # The name of a config that has variants says which one it is where no variant is given.
 DEFAULT_NAMES = {
     "calm_autoencoder": "calm_autoencoder_k4", "calm_transformer": "calm_transformer_s",
-    "calm_ablation": "calm_ablation_default",
+    "calm_ablation": "calm_ablation_default", "speed": "speed_190m_routes",
 }  # fmt: skip
 
 

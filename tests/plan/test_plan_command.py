@@ -83,10 +83,10 @@ def test_bad_input(capsys, arguments, complaint):
 
 
 @pytest.mark.skipif(not chips.has_compiler(), reason="the TPU compiler, libtpu, is not installed (extra 'tpu')")
-@pytest.mark.parametrize("model", ["ncp", "olmo3"])
-def test_a_real_step_compiles_for_a_slice(capsys, tmp_path, model):
+@pytest.mark.parametrize(("model", "slices"), [("ncp", 1), ("olmo3", 1), ("olmo3", 2)])
+def test_a_real_step_compiles_for_a_slice(capsys, tmp_path, model, slices):
     config, file = config_file(tmp_path, tmp_path / "no_corpus", model), tmp_path / "plan.json"
-    status, said = plan(capsys, str(config), "--topology", "v5e:2x2", "--json", str(file))
+    status, said = plan(capsys, str(config), "--topology", "v5e:2x2", "--slices", str(slices), "--json", str(file))
     assert status == 0, said
     found = json.loads(file.read_text())
     assert found["compiled"]

@@ -40,6 +40,29 @@ def test_figures_belong_together(measured):
         assert 0 < one["loss"] < 8
 
 
+def test_decoding_in_lines(corpus, tmp_path, capsys):
+    files = [str(config_file(tmp_path, corpus, model)) for model in ("ncp", "olmo3")]
+    assert main(["bench", files[0], "--vs", files[1], "--decode", "6", "--json", "-", "train.batch=3"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["name"], one["what"]) for one in found] == [("tiny_ncp", "decode"), ("tiny_olmo3", "decode")]
+    for one in found:
+        assert (one["rows"], one["prompt"], one["new"]) == (3, 10, 6)
+        assert 0 < one["fastest"] <= one["median"] <= one["slowest"]
+        assert one["tokens_per_second"] == pytest.approx(3 / one["median"])
+        assert one["first_token_seconds"] > 0
+
+
+@pytest.mark.parametrize("count", ["1", "16"])
+def test_decoding_needs_a_prompt(corpus, tmp_path, capsys, count):
+    assert main(["bench", str(config_file(tmp_path, corpus, "ncp")), "--decode", count]) == 2
+    assert f"--decode {count}: from 2 to 15 tokens" in capsys.readouterr().err
+
+
+def test_decoding_needs_token_probabilities(capsys):
+    assert main(["bench", "configs/calm_nano.py", "--decode", "8"]) == 2
+    assert "calm_nano is a 'calm': --decode times models with token probabilities" in capsys.readouterr().err
+
+
 def test_bad_input(corpus, tmp_path, capsys):
     file = str(config_file(tmp_path, corpus, "ncp"))
     assert main(["bench", file, "--steps", "0"]) == 2
