@@ -24,7 +24,8 @@ from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.block import Sight, Weights, block
 from ncp_jax.ops import route_mix
 from ncp_jax.ops.route_kernels import Kernels
-from ncp_jax.ops.route_mix import At, Crosses, Depth, Outside, Reads, Shift, Sources, Statistics, Summary, wide
+from ncp_jax.ops.route_mix import wide
+from ncp_jax.ops.route_shapes import At, Crosses, Depth, Outside, Reads, Shift, Sources, Statistics, Summary
 
 
 @frozen

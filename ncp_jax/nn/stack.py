@@ -2,7 +2,8 @@
 
 Shapes: B batch, T tokens, D width, L layers. A plain stack scans over super-blocks of `full_every` layers (three
 windowed, one full), so each layer's mask is static; a remainder follows unrolled. A routed tower keeps every layer's
-output: through autodiff of a scan that costs O(L^2) memory, so it is unrolled on the same stacked weights.
+output: through autodiff of a scan that costs O(L^2) memory, so it is unrolled on the same stacked weights, or scanned
+with a backward pass of its own (nn/routed_scan.py).
 """
 
 from collections.abc import Callable, Sequence

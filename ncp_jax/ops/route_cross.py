@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 
 from ncp_jax.ops.route_bytes import Operand
 from ncp_jax.ops.route_call import F32, by_token, call, exact_dot, placement, whole
-from ncp_jax.ops.route_mix import Cross, Crosses, Read, cross_tile, cross_tile_backward, read_of, wide
+from ncp_jax.ops.route_mix import Read, cross_tile, cross_tile_backward, read_of, wide
+from ncp_jax.ops.route_shapes import Cross, Crosses
 
 TILE = 64  # tokens; VMEM holds all sources of two tiles, one being fetched
 GATHER_WIDTH = 1024  # columns per step of the gather, which holds a tile of all layers and of all sources

@@ -16,14 +16,15 @@ from jax.experimental import pallas as pl
 
 from ncp_jax.ops.route_bytes import Operand
 from ncp_jax.ops.route_call import F32, by_token, call, clip, column_of, exact_dot, placement, tile_of, whole
-from ncp_jax.ops.route_mix import At, Depth, Summary, depth_weights, moments, wide
+from ncp_jax.ops.route_mix import depth_weights, moments, wide
+from ncp_jax.ops.route_shapes import At, Depth, Summary
 
 TILE = 256  # tokens; half as many backward, which holds more
 
 
-def inputs_of(input_tD: Array, raw: Array, update: Array | None, p: Depth, interpret: bool) -> dict[str, Any]:
+def inputs_of(input_tD: Array, raw: Array, update: Array | None, p: Depth) -> dict[str, Any]:
     """What both passes of a depth route read, flat; see `depth_operands`."""
-    return {"input": input_tD, "raw": raw, "update": update, "p": p, "interpret": interpret}
+    return {"input": input_tD, "raw": raw, "update": update, "p": p}
 
 
 def forward(

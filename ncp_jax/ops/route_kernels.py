@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ncp_jax.ops import route_cross, route_depth
 from ncp_jax.ops.route_call import flat, tile_of
-from ncp_jax.ops.route_mix import At, Crosses, Depth, Masks, Outside, Reads, Shift, Sources, Statistics, Summary
+from ncp_jax.ops.route_shapes import At, Crosses, Depth, Masks, Outside, Reads, Shift, Sources, Statistics, Summary
 from ncp_jax.ops.split import devices_along, dividing
 
 
@@ -33,7 +33,7 @@ class Kernels(NamedTuple):
         """As route_mix.depth_forward."""
 
         def run(count, input_BTD, raw, update, p):
-            given = route_depth.inputs_of(flat(input_BTD), flat(raw), flat(update), p, self.interpret)
+            given = route_depth.inputs_of(flat(input_BTD), flat(raw), flat(update), p)
             out = route_depth.forward(count, given, at, softmax, summary, self.interpret)
             return {name: x.reshape(*input_BTD.shape[:1], -1, x.shape[-1]) for name, x in out.items()}
 
@@ -60,7 +60,7 @@ class Kernels(NamedTuple):
 
         def run(count, input_BTD, raw, update, p, dz, column, out_raw, pooled, lines):
             shape = input_BTD.shape
-            arrays = route_depth.inputs_of(flat(input_BTD), flat(raw), flat(update), p, self.interpret)
+            arrays = route_depth.inputs_of(flat(input_BTD), flat(raw), flat(update), p)
             more = (flat(dz), flat(column), flat(out_raw), flat(pooled), flat(lines))
             out = route_depth.backward(count, arrays, more, at, softmax, k, self.interpret)
             dp = jax.tree.map(self._summed(split), Depth(out["static"], out["w1"], out["w2"]))

@@ -9,11 +9,12 @@ concepts, D width. The same sums as ops/routing.py, with three changes that leav
 3. Cotangents of cross sources wait for the end of the tower and are gathered at once:
    dA_s = r_s sum_l p_ls gain_l dz_l, with dz_l = dh_l + da_l W1_l^T made again from small arrays.
 
-Why: per chip the routes are bound by HBM. One token and layer of a cross route over S sources costs 2 S D multiply-adds
+Why: per chip the routes are bound by HBM. One token and layer of a cross route over S sources costs S D multiply-adds
 and 2 S D bytes in bfloat16, one FLOP per byte against some 200 that a chip could do, so its time is the bytes it reads.
-ops/route_bytes.py counts them: 1.5 times the least for the kernels of ops/route_kernels.py, 2.5 times unrolled.
+ops/route_bytes.py counts them: 1.5 times the least for the kernels of ops/route_kernels.py; unrolled code compiles to
+2.5 times (LOG.md).
 
-This file: the shapes of things, one tile's mathematics (which kernels and twins share), and the twins in plain jnp.
+This file: one tile's mathematics, which kernels and twins share, and the twins in plain jnp.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,118 +25,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ncp_jax.ops.chunking import chunk_mean
-
-
-class Depth(NamedTuple):
-    """A depth route's parameters (IRC), filled up with zeros to N candidates: the tower's input, then its outputs."""
-
-    static_N: Array
-    w1_ND: Array  # on its side: a TPU fills the last dimension up to 128
-    w2_NN: Array
-
-
-class Cross(NamedTuple):
-    """A cross route's parameters (CRC): gain = share x diagonal x LN scale, offset = share x diagonal x LN bias."""
-
-    gain_D: Array
-    offset_D: Array
-    w1_SD: Array
-    w2_SS: Array
-
-
-class Inject(NamedTuple):
-    """Re-injection of the normalised concept: gain = share x diagonal x scale, offset = share x diagonal x bias."""
-
-    gain_D: Array
-    offset_D: Array
-
-
-class Crosses(NamedTuple):
-    """What one layer adds from other towers, in this order; None: nothing. Stacked [L, ...] for a tower."""
-
-    inject: Inject | None = None
-    encoder: Cross | None = None
-    concept: Cross | None = None
-
-
-class Sources(NamedTuple):
-    """What a cross route reads: states [S, B, T, D], or [S, B, M, D] at concept rate, and their statistics at the rate
-    of the tower that reads."""
-
-    states: Array
-    mean_BTS: Array
-    inverse_BTS: Array
-
-
-class Reads(NamedTuple):
-    """What all layers of a tower read. `injected`: the predicted concept [B, M, D] at zero mean and unit variance."""
-
-    injected: Array | None = None
-    encoder: Sources | None = None
-    concept: Sources | None = None
-
-
-class Masks(NamedTuple):
-    """Who has a concept, and who receives the bias where there is none: 0 or 1, [B, T, 1]."""
-
-    available_BT1: Array
-    biased_BT1: Array
-
-
-class Shift(NamedTuple):
-    """How concepts return to tokens: k tokens each; at the last token of the chunk, or one later (ops/chunking.py)."""
-
-    k: int
-    early: bool
-
-
-class Trace(NamedTuple):
-    """What the gather at a tower's end needs of each layer's cross routes, [..., S] each, or None."""
-
-    encoder_weight: Array | None
-    encoder_router: Array | None  # cotangent of the router's hidden layer
-    concept_weight: Array | None
-    concept_router: Array | None
-
-
-class Statistics(NamedTuple):
-    """Cotangents of the sources' statistics, or None."""
-
-    encoder: tuple[Array, Array] | None
-    concept: tuple[Array, Array] | None
-
-
-class Outside(NamedTuple):
-    """What reaches a tower's outputs from other towers: cotangents [L, B, T, D], of chunk means [L, B, M, D] or None,
-    and through statistics: of layer l, offset + slope x its output."""
-
-    raw: Array
-    pooled: Array | None
-    offset_LBT: Array
-    slope_LBT: Array
-
-
-class Summary(NamedTuple):
-    """What other towers want to know of a layer's output: statistics with this eps, means of chunks of k (or None)."""
-
-    eps: float
-    k: int | None
-
-
-class At(NamedTuple):
-    """A layer: its number, static or traced, and those it can be, equally spaced."""
-
-    index: Any
-    choices: Sequence[int]
-
-    def switch(self, function: Callable, *operands: Any) -> Any:
-        """`function(layer, *operands)` with a static layer."""
-        if isinstance(self.index, int):
-            return function(self.index, *operands)
-        first, step = self.choices[0], self.choices[1] - self.choices[0]
-        branches = [lambda *given, layer=layer: function(layer, *given) for layer in self.choices]
-        return lax.switch((self.index - first) // step, branches, *operands)
-
+from ncp_jax.ops.route_shapes import (
+    At,
+    Cross,
+    Crosses,
+    Depth,
+    Inject,
+    Masks,
+    Outside,
+    Reads,
+    Shift,
+    Sources,
+    Statistics,
+    Summary,
+    Trace,
+)
 
 # One tile of tokens, or all: leading dimensions are free, everything at least float32.
 

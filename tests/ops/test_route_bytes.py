@@ -9,7 +9,7 @@ import pytest
 
 from ncp_jax.ops.route_bytes import ideal_states, kernel_states
 from ncp_jax.ops.route_kernels import Kernels
-from ncp_jax.ops.route_mix import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources, Summary
+from ncp_jax.ops.route_shapes import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources, Summary
 
 B, T, D, L, SE, SC, K = 1, 512, 4096, 4, 4, 3, 4
 STATE = T * D * 2

@@ -11,7 +11,7 @@ import pytest
 from ncp_jax.nn.layers import layer_norm
 from ncp_jax.ops import chunking, route_mix, routing
 from ncp_jax.ops.route_kernels import Kernels
-from ncp_jax.ops.route_mix import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources, Summary
+from ncp_jax.ops.route_shapes import At, Cross, Crosses, Depth, Inject, Masks, Outside, Reads, Shift, Sources, Summary
 
 L, B, T, D, K = 3, 2, 24, 16, 4
 M, N, EPS = T // K, L + 1, 1e-6

@@ -19,7 +19,8 @@ from ncp_jax.nn.layers import LayerNorm, layer_norm
 from ncp_jax.nn.routed_scan import Outputs, Plan, routed_scan
 from ncp_jax.nn.routes import CrossRoute, DepthRoute, Reinject
 from ncp_jax.nn.stack import Past
-from ncp_jax.ops.route_mix import Cross, Crosses, Depth, Inject, Masks, Reads, Shift, Sources, expand, moments
+from ncp_jax.ops.route_mix import expand, moments
+from ncp_jax.ops.route_shapes import Cross, Crosses, Depth, Inject, Masks, Reads, Shift, Sources
 
 Kernels = Literal["none", "kernel", "interpreted"]
 
