@@ -170,8 +170,8 @@ def law_after(engine: CalmEngine, prompt) -> np.ndarray:
     def spelt(params):
         condition = condition_after(model, params, tokens)
         latents = call(model, params.model, "given", condition, jnp.asarray(grid, jnp.float32)[:, None, None])
-        h = call(Autoencoder(model.config.autoencoder), params.frozen, "decode", latents)
-        return sampler(model, params).spell(h.reshape(-1, h.shape[-1])).reshape(-1, K)
+        x = call(Autoencoder(model.config.autoencoder), params.frozen, "unfold", latents)
+        return sampler(model, params).spell(x.reshape(-1, x.shape[-1])).reshape(-1, K)
 
     first, second = np.asarray(spelt(engine.params)).T
     return np.bincount(first * VOCAB + second, minlength=VOCAB**2).reshape(VOCAB, VOCAB) / len(grid)
