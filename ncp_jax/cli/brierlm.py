@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from ncp_jax.evaluate.brier import compare
-    from ncp_jax.evaluate.brier_runs import Protocol, file_documents, held_out_documents, score_runs
+    from ncp_jax.evaluate.brier_runs import ScoringOptions, file_documents, held_out_documents, score_runs
     from ncp_jax.train.loaded import load_run
 
-    protocol = Protocol(
+    options = ScoringOptions(
         block=args.block, packing=args.packing, starts=args.starts, samples=args.samples, estimator=args.estimator,
         seed=args.seed, rows=args.rows, batch=args.batch,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         first = runs[0]
         if texts is None:
             texts = file_documents(first, [args.text], args.text_key) if args.text else held_out_documents(first)
-        scores = score_runs(runs, texts, protocol)
+        scores = score_runs(runs, texts, options)
         for path, loaded, found in zip(args.runs, runs, scores, strict=True):
             _report(path, loaded, found, name)
         for loaded, found in zip(runs[1:], scores[1:], strict=True):

@@ -1,6 +1,7 @@
 """BrierLM of trained runs: one text, cut once, scored by every run at the same places.
 
-Shapes: B rows, T tokens per row, M chunks, k tokens per chunk, R samples, p contexts, l latent size.
+Shapes: B rows, T tokens per row, M chunks, k tokens per chunk, R samples, p contexts; `...` rows or contexts, and
+positions.
 """
 
 import itertools
@@ -25,14 +26,14 @@ from ncp_jax.models.calm.call import call
 from ncp_jax.models.calm.config import CalmConfig
 from ncp_jax.models.calm.model import Calm
 from ncp_jax.models.calm.reconstruction import tokens_of
-from ncp_jax.models.calm.sampling import draw_latents
+from ncp_jax.models.calm.sampling import keyed_latents
 from ncp_jax.train.loaded import LoadedRun
 
 Documents = list[list[int]]
 
 
 @frozen
-class Protocol:
+class ScoringOptions:
     """What is scored, and how. None: as the first run was trained."""
 
     block: int | None = None  # tokens per row
@@ -46,13 +47,13 @@ class Protocol:
     at_once: int = 16
 
 
-def score_runs(runs: Sequence[LoadedRun], texts: Documents, protocol: Protocol) -> list[Scores]:
+def score_runs(runs: Sequence[LoadedRun], texts: Documents, options: ScoringOptions) -> list[Scores]:
     """Scores of every run, in their order. Raises ConfigError for runs that cannot be scored on the same places."""
-    rows, chunk = rows_for(runs, texts, protocol), common_chunk(runs)
-    starts: Starts = protocol.starts or ("tokens" if chunk is None else "blocks")
+    rows, chunk = rows_for(runs, texts, options), common_chunk(runs)
+    starts: Starts = options.starts or ("tokens" if chunk is None else "blocks")
     if starts == "tokens" and chunk is not None:
         raise ConfigError("a block sampler is scored where its blocks start; leave --starts out, or use 'blocks'")
-    return [_score(run, rows, starts, chunk, protocol) for run in runs]
+    return [_score(run, rows, starts, chunk, options) for run in runs]
 
 
 def held_out_documents(run: LoadedRun) -> Documents:
@@ -71,7 +72,7 @@ def file_documents(run: LoadedRun, paths: list[str], text_key: str = "text") -> 
     return run.tokenizer.encode_batch([text for text in texts if text])
 
 
-def rows_for(runs: Sequence[LoadedRun], texts: Documents, protocol: Protocol) -> Rows:
+def rows_for(runs: Sequence[LoadedRun], texts: Documents, options: ScoringOptions) -> Rows:
     """The text as rows. End-of-text is part of it unless the first run was trained on a stream without."""
     first = runs[0]
     for run in runs[1:]:
@@ -83,10 +84,10 @@ def rows_for(runs: Sequence[LoadedRun], texts: Documents, protocol: Protocol) ->
     if data.packing != "official":
         texts = [[*ids, first.tokenizer.eos] for ids in texts]
     packing: Packing = "documents" if data.packing == "documents" else "official"
-    rows = cut(texts, protocol.block or data.sequence, protocol.packing or packing)
-    if protocol.rows is None:
+    rows = cut(texts, options.block or data.sequence, options.packing or packing)
+    if options.rows is None:
         return rows
-    return rows._replace(**{name: getattr(rows, name)[: protocol.rows] for name in rows._fields if name != "packing"})
+    return rows._replace(**{name: getattr(rows, name)[: options.rows] for name in rows._fields if name != "packing"})
 
 
 def common_chunk(runs: Sequence[LoadedRun]) -> int | None:
@@ -98,7 +99,10 @@ def common_chunk(runs: Sequence[LoadedRun]) -> int | None:
 
 
 def block_sampler(run: LoadedRun) -> BlockSampler:
-    """A CALM run as a sampler of blocks at temperature 1."""
+    """A CALM run as a sampler of blocks at temperature 1.
+
+    `after` uses its keys as they are, `everywhere` folds the block's place in: fold_in(key, 0) draws the second block.
+    """
     c = run.config.model
     assert isinstance(c, CalmConfig)
     model, autoencoder = Calm(c), Autoencoder(c.autoencoder)
@@ -110,23 +114,27 @@ def block_sampler(run: LoadedRun) -> BlockSampler:
             latents = call(autoencoder, frozen, "encode", tokens_BMk).mean
         return call(model, params, "hidden", tokens_BMk, latents)
 
-    def drawn(params: Any, frozen: Any, h_BMD: Array, keys_RB: Array) -> Array:
-        def one(keys_B: Array) -> Array:
-            z_BMl = draw_latents(c, model, params, h_BMD, keys_B, 1)[0]
+    def drawn(params: Any, frozen: Any, h_BMD: Array, keys_RBM: Array) -> Array:
+        condition = call(model, params, "condition", h_BMD)
+
+        def one(keys_BM: Array) -> Array:
+            z_BMl = keyed_latents(c, model, params, condition, keys_BM[None])[0]
             return tokens_of(c.autoencoder, autoencoder, frozen, z_BMl)
 
-        return lax.map(one, keys_RB)
+        return lax.map(one, keys_RBM)
 
     @jax.jit
     def everywhere(params, frozen, tokens_BT: Array, keys_RB: Array) -> Array:
-        return drawn(params, frozen, states(params, frozen, tokens_BT)[:, :-1], keys_RB)
+        h_BMD = states(params, frozen, tokens_BT)[:, :-1]
+        at_place = jax.vmap(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None)), (0, None))
+        return drawn(params, frozen, h_BMD, at_place(keys_RB, jnp.arange(h_BMD.shape[1])))
 
     @jax.jit
     def after(params, frozen, context: tuple[Array, Array], keys_Rp: Array) -> Array:
         tokens_pT, length_p = context
         h_pMD = states(params, frozen, tokens_pT)
         last_p1D = jnp.take_along_axis(h_pMD, (length_p // c.chunk - 1)[:, None, None], axis=1)
-        return drawn(params, frozen, last_p1D, keys_Rp)[:, :, 0]
+        return drawn(params, frozen, last_p1D, keys_Rp[..., None])[:, :, 0]
 
     return BlockSampler(
         c.chunk, c.vocab, partial(after, run.params, run.frozen), partial(everywhere, run.params, run.frozen),
@@ -134,22 +142,14 @@ def block_sampler(run: LoadedRun) -> BlockSampler:
     )  # fmt: skip
 
 
-def _score(run: LoadedRun, rows: Rows, starts: Starts, chunk: int | None, p: Protocol) -> Scores:
+def _score(run: LoadedRun, rows: Rows, starts: Starts, chunk: int | None, o: ScoringOptions) -> Scores:
     if isinstance(run.config.model, CalmConfig):
         return score_blocks(
             block_sampler(run), rows,
-            samples=p.samples, seed=p.seed, batch=p.batch, at_once=p.at_once, estimator=p.estimator,
+            samples=o.samples, seed=o.seed, batch=o.batch, at_once=o.at_once, estimator=o.estimator,
         )  # fmt: skip
     model = of_task(run.task, run.params, run.frozen, name=run.config.name, tokenizer=run.tokenizer.hash[:12])
-    return score_next_token(
-        model,
-        rows,
-        starts=starts,
-        chunk=chunk,
-        seed=p.seed,
-        batch=p.batch,
-        at_once=p.at_once,
-    )
+    return score_next_token(model, rows, starts=starts, chunk=chunk, seed=o.seed, batch=o.batch, at_once=o.at_once)
 
 
 def result_file(run: str | Path, text: str, step: int) -> Path:

@@ -46,7 +46,7 @@ from ncp_jax.nn.llama_cache import LlamaCache
 PIECE = 128  # prompt chunks per prefill call
 # Logits that exist at one time, and draws: few where a row may be done after any of them, many where all are wanted.
 LOGITS = {"exact": 1 << 21, "vote": 1 << 23}
-DRAWS = {"exact": 16, "vote": 32}
+DRAWS = {"exact": 16, "vote": 50}
 # The authors advise T <= 1/2 for fluent text.
 DEFAULT = Tempering(0.5, "vote")
 
@@ -72,7 +72,7 @@ class Params(NamedTuple):
     """Weights as a step reads them."""
 
     model: Any  # one array per layer
-    frozen: Any  # the autoencoder's
+    frozen: Any  # the autoencoder's, likewise
     table: tuple[Array, ...]  # the autoencoder's token table in slices
 
 
@@ -108,7 +108,7 @@ class CalmEngine:
             raise ConfigError("model.autoencoder.pad is missing, so nothing can fill up a chunk; use 'trim'")
         self.model, self.tokenizer, self.partial, self.capacity = model, tokenizer, partial, capacity
         ours = one_array_per_layer(params) | {"generator": one_array_per_block(params["generator"])}
-        self.params = Params(ours, frozen, cut_table(frozen["embed"]["table"]))
+        self.params = Params(ours, one_array_per_layer(frozen), cut_table(frozen["embed"]["table"]))
         self.work = Work()
         self._extend = jax.jit(functools.partial(_extend, model), donate_argnums=1)
         self._step = jax.jit(functools.partial(_step, model), static_argnums=7, donate_argnums=1)
@@ -211,10 +211,16 @@ def _step(
 
 
 def sampler(model: Calm, params: Params) -> Outlined:
-    """Chunks after states whose `condition` is given, outlined by the autoencoder's final states [N, B, k, D]."""
+    """Chunks after states whose `condition` is given, outlined by what the autoencoder unfolds them to, [N, B, k, D].
+
+    What it computes for each token alone, half of its layers, is left to the spelling of those that matter.
+    """
     c, autoencoder = model.config, Autoencoder(model.config.autoencoder, model.dtype)
 
     def draw(condition: Any, keys_NB: Array) -> Array:
-        return call(autoencoder, params.frozen, "decode", keyed_latents(c, model, params.model, condition, keys_NB))
+        return call(autoencoder, params.frozen, "unfold", keyed_latents(c, model, params.model, condition, keys_NB))
 
-    return Outlined(draw, functools.partial(likeliest, params.table))
+    def spell(x_RD: Array) -> Array:
+        return likeliest(params.table, call(autoencoder, params.frozen, "finish", x_RD))
+
+    return Outlined(draw, spell)

@@ -5,6 +5,7 @@ Shapes: B rows, N draws, K tokens per block, R tokens or blocks in one list, `..
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +23,10 @@ class Outlined(NamedTuple):
 
 
 Sample = Draw | Outlined
+# The last tokens of a list, if they fill less than half a piece, come in pieces so much smaller: of a vote's second and
+# third tokens there are few.
+FINER = 4
+
 GoesOn = Callable[[Array], Array]  # tokens so far [N, B, K], -1 where unknown -> whether to go on, bool [N, B]
 
 
@@ -57,23 +62,24 @@ def spelt(sample: Sample, outline_NBK: Array, live_NB: Array, at_once: int, goes
 
 
 def _listed(spell: Callable[[Array], Array], outline_NBK: Array, wanted_NBK: Array, size: int) -> Array:
-    """Tokens where wanted, from one list of them and `size` at a time; -1 elsewhere."""
+    """Tokens where wanted, from one list of them and at most `size` at a time; -1 elsewhere."""
     outline_R, wanted_R = outline_NBK.reshape(-1, *outline_NBK.shape[3:]), wanted_NBK.ravel()
     R = len(wanted_R)
     if size >= R:
         return jnp.where(wanted_R, spell(outline_R), -1).astype(jnp.int32).reshape(wanted_NBK.shape)
-    order_R, count = jnp.argsort(~wanted_R, stable=True), wanted_R.sum()
+    # What comes after the last of them is R, which does not exist: nothing is set there.
+    order_R, count = jnp.nonzero(wanted_R, size=R + size, fill_value=R)[0], wanted_R.sum()
 
-    def piece(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def piece(width: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         start, found_R = carry
-        place_W = start + jnp.arange(size)
-        item_W = order_R[jnp.minimum(place_W, R - 1)]
+        item_W = lax.dynamic_slice(order_R, [start], [width])
         token_W = spell(outline_R[item_W]).astype(jnp.int32)
-        item_W = jnp.where(place_W < count, item_W, R)  # R does not exist: dropped
-        return start + size, found_R.at[item_W].set(token_W, mode="drop")
+        return start + width, found_R.at[item_W].set(token_W, mode="drop")
 
-    start = jnp.int32(0), jnp.full(R, -1, jnp.int32)
-    return lax.while_loop(lambda carry: carry[0] < count, piece, start)[1].reshape(wanted_NBK.shape)
+    carry, fine = (jnp.int32(0), jnp.full(R, -1, jnp.int32)), -(-size // FINER)
+    carry = lax.while_loop(lambda carry: count - carry[0] > size // 2, partial(piece, size), carry)
+    carry = lax.while_loop(lambda carry: carry[0] < count, partial(piece, fine), carry)
+    return carry[1].reshape(wanted_NBK.shape)
 
 
 def _even(count: int, size: int) -> int:

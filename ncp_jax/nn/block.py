@@ -13,7 +13,7 @@ from jax import Array
 
 from ncp_jax.nn.backbone import Backbone
 from ncp_jax.nn.gather import GATHERED, Weights, gathered, spread
-from ncp_jax.nn.layers import base_std, param, rms_norm, truncated_normal
+from ncp_jax.nn.layers import base_std, rms_norm, stacked_param, truncated_normal
 from ncp_jax.ops.attention import attend, visible
 from ncp_jax.ops.rope import inverse_frequencies, rope_table, rotate, yarn_attention_factor, yarn_frequencies
 from ncp_jax.ops.splash import KEPT, TILE, splash_attend
@@ -48,10 +48,7 @@ class Blocks(nn.Module):
         full = s.qk_norm == "full"
 
         def stacked(name, init, shape, axes):
-            given: Any = self.get_variable("params", name) if self.has_variable("params", name) else None
-            if isinstance(given, tuple):
-                return given  # see `one_array_per_layer`
-            return param(self, name, init, [L, *shape], ["layers", *axes])
+            return stacked_param(self, name, init, L, shape, axes)
 
         return {
             "wq": stacked("wq", inner, [D, H, h], ["embed", *head_axes]),

@@ -34,6 +34,17 @@ def param(module: nn.Module, name: str, init: Initializer, shape: Sequence[int],
     return value  # unboxed: Linen strips the axis names
 
 
+def stacked_param(
+    module: nn.Module, name: str, init: Initializer, layers: int, shape: Sequence[int], axes: Sequence[str | None]
+) -> Any:
+    """A parameter of L layers, [L, *shape]; or the tuple of L arrays that stands in its place for decoding.
+
+    nn/block.py one_array_per_layer says why.
+    """
+    given: Any = module.get_variable("params", name) if module.has_variable("params", name) else None
+    return given if isinstance(given, tuple) else param(module, name, init, [layers, *shape], ["layers", *axes])
+
+
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """scale * x / sqrt(mean(x^2) + eps) over the last `scale.ndim` axes; statistics and product in at least f32."""
     wide_x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

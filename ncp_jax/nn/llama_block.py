@@ -15,7 +15,7 @@ from jax import Array, lax
 from ncp_jax.config import ConfigError, frozen
 from ncp_jax.nn.block import KV, Weights, cast_matrices, layer_of, under_remat, whole_width
 from ncp_jax.nn.gather import gathered
-from ncp_jax.nn.layers import param, rms_norm
+from ncp_jax.nn.layers import rms_norm, stacked_param
 from ncp_jax.nn.linear import NORMAL
 from ncp_jax.ops.attention import attend, visible
 from ncp_jax.ops.rope import inverse_frequencies, rope_table, rotate
@@ -65,9 +65,7 @@ class LlamaBlocks(nn.Module):
         ones = nn.initializers.ones
 
         def stacked(name, init, shape, axes):
-            if self.has_variable("params", name) and isinstance(self.get_variable("params", name), tuple):
-                return self.get_variable("params", name)
-            return param(self, name, init, [self.layers, *shape], ["layers", *axes])
+            return stacked_param(self, name, init, self.layers, shape, axes)
 
         return {
             "attention_norm": stacked("attention_norm", ones, [D], ["norm"]),

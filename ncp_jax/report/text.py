@@ -39,8 +39,3 @@ def duration(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def plural(count: int, noun: str) -> str:
-    """'1 run', '2 runs'."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -64,13 +64,12 @@ def autoencoder_task(c: AutoencoderConfig, sequence: int, dtype: Any = jnp.float
 
         Least, greatest and collapsed of all rows are means over batches, by chunks.
         """
-        found, weights = found_in(batch), reconstruction.weights(c, found_in(batch))
-        normals = _normals(c, found.shape)
+        found = found_in(batch)
+        normals, counts = _normals(c, found.shape), reconstruction.counts(found)
         named = reconstruction.statistics(c, model, params, found, normals)
-        counts = reconstruction.counts(found)
         of = {name: counts["tokens" if name.startswith("tokens/") else "chunks"] for name in named}
         sums = reconstruction.evaluation_sums(c, model, params, found, normals)
-        return sums | {name: value * of[name] for name, value in named.items()}, weights | of
+        return sums | {name: value * of[name] for name, value in named.items()}, reconstruction.weights(c, found) | of
 
     return Task(
         name="calm_autoencoder", chunk=c.chunk, vocab=c.vocab, coefficients=reconstruction.coefficients(c), init=init,

@@ -65,8 +65,8 @@ def test_cached_states_are_the_uncached_ones(reads):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_condition_and_noise_are_a_sample(head):
-    """The decode layout and the split head give what the trained form gives for the same noise."""
+def test_latents_from_weights_laid_out_for_decoding(head):
+    """The decode layout gives what the trained form gives for the same keys; every key draws something else."""
     c = config(head)
     model, (params, frozen) = Calm(c), random_pair(c)
     laid_out = CalmEngine(model, params, frozen, capacity=2).params.model
@@ -75,12 +75,13 @@ def test_a_condition_and_noise_are_a_sample(head):
 
     @jax.jit
     def draw(laid_out, params):
-        ours = sampling.keyed_latents(c, model, laid_out, call(model, laid_out, "condition", h_BD), keys_NB)
-        theirs = [sampling.draw_latents(c, model, params, h_BD[b, None], keys_NB[:1, b], 1) for b in range(3)]
-        return ours, jnp.stack(theirs)[:, 0, 0]
+        def latents(params):
+            return sampling.keyed_latents(c, model, params, call(model, params, "condition", h_BD), keys_NB)
+
+        return latents(laid_out), latents(params)
 
     ours, theirs = draw(laid_out, params)
-    np.testing.assert_allclose(ours[0], theirs, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
     assert ours.shape == (4, 3, 6)
     assert len(np.unique(np.asarray(ours).round(5).reshape(12, 6), axis=0)) == 12
 
@@ -94,9 +95,9 @@ def test_the_loop_without_a_cache(head, reads):
     @jax.jit
     def following(tokens_1Mk, length, key):
         latents = call(autoencoder, frozen, "encode", tokens_1Mk).mean
-        h_11D = call(model, params, "hidden", tokens_1Mk, latents)[:, length - 1][:, None]
-        z = sampling.draw_latents(c, model, params, h_11D, key[None], 1)
-        return call(autoencoder, frozen, "logits", z[0, 0, 0]).argmax(-1)
+        condition = call(model, params, "condition", call(model, params, "hidden", tokens_1Mk, latents)[:, length - 1])
+        z_11l = sampling.keyed_latents(c, model, params, condition, key[None, None])
+        return call(autoencoder, frozen, "logits", z_11l[0, 0]).argmax(-1)
 
     tokens = np.zeros((1, 6, K), np.int32)
     tokens[0, :2] = np.reshape(PROMPT, (2, K))
@@ -170,8 +171,8 @@ def law_after(engine: CalmEngine, prompt) -> np.ndarray:
     def spelt(params):
         condition = condition_after(model, params, tokens)
         latents = call(model, params.model, "given", condition, jnp.asarray(grid, jnp.float32)[:, None, None])
-        h = call(Autoencoder(model.config.autoencoder), params.frozen, "decode", latents)
-        return sampler(model, params).spell(h.reshape(-1, h.shape[-1])).reshape(-1, K)
+        x = call(Autoencoder(model.config.autoencoder), params.frozen, "unfold", latents)
+        return sampler(model, params).spell(x.reshape(-1, x.shape[-1])).reshape(-1, K)
 
     first, second = np.asarray(spelt(engine.params)).T
     return np.bincount(first * VOCAB + second, minlength=VOCAB**2).reshape(VOCAB, VOCAB) / len(grid)

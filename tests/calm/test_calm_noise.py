@@ -9,9 +9,10 @@ import pytest
 from test_calm_tasks import AE, HEADS, K, T, config, started
 
 from ncp_jax.models.calm import losses, reconstruction
+from ncp_jax.models.calm.call import call
 from ncp_jax.models.calm.model import Calm
 from ncp_jax.models.calm.noise import row_keys
-from ncp_jax.models.calm.sampling import draw_latents
+from ncp_jax.models.calm.sampling import keyed_latents
 
 B, M = 8, T // K
 
@@ -79,15 +80,19 @@ def test_rates_and_laws():
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_samples_of_every_head(kind):
-    """Shapes, one key per row, all different."""
+    """Shapes, one key per sample and position, all different, whatever the batch."""
     c = config(kind)
     params = jax.tree.map(lambda a: a + 0.1 * jnp.cos(jnp.arange(a.size)).reshape(a.shape), started(f"calm_{kind}")[0])
     h = jax.random.normal(jax.random.key(1), (2, 3, c.backbone.width))
-    keys = jax.random.split(jax.random.key(2), 2)
-    draw = jax.jit(lambda p, h, keys: draw_latents(c, Calm(c), p, h, keys, 5))
+    keys = jax.random.split(jax.random.key(2), (5, 2, 3))
+
+    @jax.jit
+    def draw(params, h, keys):
+        return keyed_latents(c, Calm(c), params, call(Calm(c), params, "condition", h), keys)
+
     z = draw(params, h, keys)
     assert z.shape == (5, 2, 3, AE.latent)
     assert jnp.isfinite(z).all()
     assert len(np.unique(np.asarray(z).reshape(-1, AE.latent), axis=0)) == 30
-    alone = draw(params, h[1:], keys[1:])
+    alone = draw(params, h[1:], keys[:, 1:])
     np.testing.assert_allclose(alone, z[:, 1:], atol=1e-4)

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_runs import VOCAB, assert_bit_equal, final_state, prepare_corpus, records, run_config
@@ -12,6 +15,7 @@ from tiny_runs import VOCAB, assert_bit_equal, final_state, prepare_corpus, reco
 from ncp_jax.checkpoint.leaves import flatten
 from ncp_jax.cli.main import main
 from ncp_jax.config import ConfigError
+from ncp_jax.evaluate.brier_runs import block_sampler
 from ncp_jax.models.calm.config import AutoencoderConfig, CalmConfig, EnergyHead
 from ncp_jax.models.llama import LlamaConfig
 from ncp_jax.nn.llama_block import LlamaBackbone
@@ -75,20 +79,21 @@ def test_a_language_model_learns_on_the_trained_latents(runs):
 
 
 def test_a_resumed_run_keeps_its_latents(corpus, runs, tmp_path):
-    """Stopped at 10 of 20 and continued, though the autoencoder's run is gone: bit for bit the same."""
+    """As if killed after step 10 of 20, then continued with the autoencoder's run gone: bit for bit the same."""
     folder, _ = runs
-    straight = final_state(folder / "calm", 20)
-    source = tmp_path / "autoencoder"
-    source.symlink_to(folder / "autoencoder")
-    model = calm(folder / "autoencoder")
-    trained(corpus, tmp_path / "calm", model, "train.steps=10", "optim.schedule.horizon=20")
-    stored = json.loads((tmp_path / "calm/config.json").read_text())
-    assert stored["config"]["model"]["autoencoder_run"] == str(folder / "autoencoder")
-    again = load_run(tmp_path / "calm")
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again.frozen, load_run(folder / "calm").frozen))
-    half = final_state(tmp_path / "calm", 5)
-    assert_bit_equal(half, final_state(folder / "calm", 5))
-    assert straight.keys() == half.keys()
+    shutil.copytree(folder / "calm", tmp_path / "calm")
+    for later in ("15", "20"):
+        shutil.rmtree(tmp_path / "calm/checkpoints" / later)
+    moved = (folder / "autoencoder").rename(tmp_path / "away")
+    try:
+        with pytest.raises(ConfigError, match=r"has no config\.json"):
+            trained(corpus, tmp_path / "new", calm(folder / "autoencoder"))
+        found = trained(corpus, tmp_path / "calm", calm(folder / "autoencoder"))
+    finally:
+        moved.rename(folder / "autoencoder")
+    assert [record["step"] for record in records(tmp_path / "calm", "train")] == list(range(1, 21))
+    assert found["step"] == 20
+    assert_bit_equal(final_state(tmp_path / "calm", 20), final_state(folder / "calm", 20))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,19 @@ def test_all_families_are_scored_at_the_same_places(runs, capsys):
         assert found["brier_n"] == pytest.approx(
             [2 * a - c for a, c in zip(found["accuracy_n"], found["collision_n"], strict=True)]
         )
+
+
+def test_a_pass_over_rows_draws_what_single_contexts_draw(runs):
+    box = block_sampler(load_run(runs[0] / "calm"))
+    tokens_BT = jax.random.randint(jax.random.key(0), (2, 16), 0, VOCAB)
+    keys_RB = jax.random.split(jax.random.key(1), (6, 2))
+    whole_RBMK = np.asarray(box.everywhere(tokens_BT, keys_RB))
+    assert whole_RBMK.shape == (6, 2, 3, 4)
+    for place in range(3):
+        keys_Rp = jax.vmap(jax.vmap(partial(jax.random.fold_in, data=place)))(keys_RB)
+        context = tokens_BT.at[:, 4 * (place + 1) :].set(0), jnp.full(2, 4 * (place + 1))
+        np.testing.assert_array_equal(box.after(context, keys_Rp), whole_RBMK[:, :, place])
+    assert len(np.unique(whole_RBMK.reshape(-1, 4), axis=0)) > 3
 
 
 def test_brierlm_refuses_what_it_cannot_score(runs, tmp_path, capsys):

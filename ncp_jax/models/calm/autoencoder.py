@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from ncp_jax.models.calm.config import AutoencoderConfig
 from ncp_jax.nn.block import Weights, cast_matrices, layer_of
-from ncp_jax.nn.layers import RMSNorm, param, rms_norm
+from ncp_jax.nn.layers import RMSNorm, rms_norm, stacked_param
 from ncp_jax.nn.linear import NORMAL, Linear, Table
 from ncp_jax.nn.llama_block import gated_mlp
 
@@ -51,6 +51,14 @@ class Autoencoder(nn.Module):
         """Final states [..., k, D] of latents [..., l]; times the table they are logits."""
         return self.decoder(z)
 
+    def unfold(self, z: Array) -> Array:
+        """The first half of `decode`: states [..., k, D] of a chunk's tokens, from here on each on its own."""
+        return self.decoder.unfold(z)
+
+    def finish(self, x_D: Array) -> Array:
+        """The second half: final states [..., D] of any tokens."""
+        return self.decoder.finish(x_D)
+
     def logits(self, z: Array) -> Array:
         """Token logits [..., k, V] of latents, in at least f32: what sampling takes the argmax of."""
         h_kD = self.decode(z)
@@ -83,20 +91,28 @@ class Decoder(nn.Module):
     config: AutoencoderConfig
     dtype: jnp.dtype
 
-    @nn.compact
-    def __call__(self, z: Array) -> Array:
+    def setup(self):
         c = self.config
-        weights = MlpBlocks(c, c.decoder_layers, name="blocks")()
-        x_D = Linear(c.latent, c.width, name="latent")(z.astype(self.dtype))
-        x_D = mlp_stack(x_D, weights, slice(0, c.decoder_layers // 2), c.eps)
-        spread = Linear(c.width, c.chunk * c.width, name="expand")(x_D)
-        x_kD = spread.reshape(*spread.shape[:-1], c.chunk, c.width)
-        x_kD = mlp_stack(x_kD, weights, slice(c.decoder_layers // 2, None), c.eps)
-        return RMSNorm(c.eps, name="norm")(x_kD)
+        self.blocks = MlpBlocks(c, c.decoder_layers)
+        self.latent, self.expand = Linear(c.latent, c.width), Linear(c.width, c.chunk * c.width)
+        self.norm = RMSNorm(c.eps)
+
+    def __call__(self, z: Array) -> Array:
+        return self.finish(self.unfold(z))
+
+    def unfold(self, z: Array) -> Array:
+        c = self.config
+        x_D = self.latent(z.astype(self.dtype))
+        x_D = self.expand(mlp_stack(x_D, self.blocks(), slice(0, c.decoder_layers // 2), c.eps))
+        return x_D.reshape(*x_D.shape[:-1], c.chunk, c.width)
+
+    def finish(self, x_D: Array) -> Array:
+        c = self.config
+        return self.norm(mlp_stack(x_D, self.blocks(), slice(c.decoder_layers // 2, None), c.eps))
 
 
 class MlpBlocks(nn.Module):
-    """Weights of L residual feed-forward layers, stacked on the first axis."""
+    """Weights of L residual feed-forward layers, stacked on the first axis (or tuples: nn/layers.py stacked_param)."""
 
     config: AutoencoderConfig
     layers: int
@@ -105,10 +121,10 @@ class MlpBlocks(nn.Module):
     def __call__(self) -> Weights:
         L, D, F = self.layers, self.config.width, self.config.ffn
         return {
-            "mlp_norm": param(self, "mlp_norm", nn.initializers.ones, [L, D], ["layers", "norm"]),
-            "w_gate": param(self, "w_gate", NORMAL, [L, D, F], ["layers", "embed", None]),
-            "w_up": param(self, "w_up", NORMAL, [L, D, F], ["layers", "embed", None]),
-            "w_down": param(self, "w_down", NORMAL, [L, F, D], ["layers", "embed", None]),
+            "mlp_norm": stacked_param(self, "mlp_norm", nn.initializers.ones, L, [D], ["norm"]),
+            "w_gate": stacked_param(self, "w_gate", NORMAL, L, [D, F], ["embed", None]),
+            "w_up": stacked_param(self, "w_up", NORMAL, L, [D, F], ["embed", None]),
+            "w_down": stacked_param(self, "w_down", NORMAL, L, [F, D], ["embed", None]),
         }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.models.calm.config import DiffusionHead, EnergyHead, FlowHead
-from ncp_jax.nn.layers import Initializer, LayerNorm, layer_norm, param
+from ncp_jax.nn.layers import Initializer, LayerNorm, layer_norm, stacked_param
 from ncp_jax.nn.linear import NORMAL, Linear
 from ncp_jax.ops.transport import time_features
 
@@ -78,11 +78,8 @@ class EnergyBlocks(nn.Module):
         D = self.width
 
         def stacked(name: str, init: Initializer, shape: list[int]) -> Any:
-            given: Any = self.get_variable("params", name) if self.has_variable("params", name) else None
-            if isinstance(given, tuple):
-                return given
             axes = ["embed", None] if len(shape) == 2 else ["norm"]
-            return param(self, name, init, [self.layers, *shape], ["layers", *axes])
+            return stacked_param(self, name, init, self.layers, shape, axes)
 
         return {
             "norm_scale": stacked("norm_scale", nn.initializers.ones, [D]),
