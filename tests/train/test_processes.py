@@ -1,6 +1,7 @@
 """Several processes: the same training as in one, one writer, one will to stop, and a name for whoever is gone."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -127,8 +128,8 @@ def test_an_error_at_one_process_ends_the_others_with_it(corpus, tmp_path):
 
 def test_a_slow_process_is_waited_for_and_the_log_says_so(corpus, tmp_path):
     said = run(corpus, tmp_path, "mesh.fsdp=4", *HASTY, "processes.heartbeat_seconds=1", acts={1: "slow@8"})
-    lines = [line for line in said[0].splitlines() if line.startswith("heartbeat: step 8, ")]
-    assert any("6 s since the last; process 1 (" in line and line.endswith(" is at step 7") for line in lines)
+    behind = re.findall(r"^heartbeat: step 8, (\d+) s since the last; process 1 \(.*\) is at step 7$", said[0], re.M)
+    assert max(map(int, behind), default=0) >= 2
     assert len(records(tmp_path, "eval")) == 2
 
 
