@@ -80,8 +80,7 @@ def close(ours, theirs, tolerance: float):
     jax.tree_util.tree_map_with_path(one, ours, theirs)
 
 
-@pytest.mark.parametrize("packing", ["concat", "documents"])
-@pytest.mark.parametrize("name", ["released", "paper"])
+@pytest.mark.parametrize(("name", "packing"), [("released", "documents"), ("paper", "concat")])
 def test_presets(name, packing):
     check(deep(presets()[name]), "scan", packing, wide=True)
 
@@ -115,9 +114,9 @@ def test_kernels(name, packing):
     check(deep(presets()[name], (5, 1, 2)), "interpreted", packing, wide=False)
 
 
-@pytest.mark.parametrize("packing", ["concat", "documents"])
-def test_float32(packing):
-    check(deep(presets()["released"], (3, 2, 2)), "scan", packing, wide=False)
+@pytest.mark.parametrize(("name", "packing"), [("released", "concat"), ("paper", "documents")])
+def test_float32(name, packing):
+    check(deep(presets()[name], (3, 2, 2)), "scan", packing, wide=False)
 
 
 # data, fsdp, tensor, seq: rows and heads split; tokens split, so that a device's first concept is its neighbour's last
