@@ -3,20 +3,20 @@
     ncp-jax bench configs/speed.py:190m_vanilla --vs configs/speed.py:190m_concept --vs configs/speed.py:190m_routes
     bash launch/bench_accelerator.sh
 
-Variants are SIZE_ARM, with SIZE 190m or 1b. `vanilla` is OLMo-3 with the encoder's and the decoder's layers, so that
-each arm is what comes on top of it: `concept` the concept module, its codebooks and their losses, `irc` the routes
-within towers too, `crc` those between towers instead, `routes` both. Not meant to be trained.
+Variants are SIZE_ARM, with SIZE nano (for a CPU), 190m or 1b. `vanilla` is OLMo-3 with the encoder's and the decoder's
+layers, so that each arm is what comes on top of it: `concept` the concept module, its codebooks and their losses, `irc`
+the routes within towers too, `crc` those between towers instead, `routes` both. Not meant to be trained.
 """
 
 import dataclasses
 
-from configs import ncp_1b, ncp_190m
+from configs import ncp_1b, ncp_190m, ncp_nano
 from ncp_jax.config import ConfigError
 from ncp_jax.models.ncp.config import NCPConfig, Routing
 from ncp_jax.models.olmo3 import Olmo3Config
 from ncp_jax.train.run_config import RunConfig
 
-SIZES = {"190m": ncp_190m.config, "1b": ncp_1b.config}
+SIZES = {"nano": ncp_nano.config, "190m": ncp_190m.config, "1b": ncp_1b.config}
 NO_IRC = {"irc_encoder": "none", "irc_concept": "none", "irc_decoder": "none"}
 NO_CRC = {"concept_from_encoder": False, "decoder_from_encoder": False, "decoder_from_concept": False}
 ROUTING = {

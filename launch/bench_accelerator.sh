@@ -5,7 +5,7 @@
 #   launch/bench_accelerator.sh [--out FILE] [KEY=VALUE...]
 #
 #   --out FILE        also append the lines to FILE
-#   --sizes LIST      of configs/speed.py; default: 190m,1b
+#   --sizes LIST      of configs/speed.py; default: 190m,1b. nano is one for a CPU
 #   --arms LIST       of configs/speed.py, compared with the first; default: vanilla,concept,irc,routes
 #   --steps N         timed steps of each; default 20
 #   --rows N          rows of a batch, a multiple of all chips; default 16
@@ -33,7 +33,8 @@ main() {
     IFS=, read -ra sizes <<<"$opt_sizes"
     IFS=, read -ra arms <<<"$opt_arms"
     # The most wanted first: what does not fit into the time is at the end.
-    local size
+    local size ends="${arms[0]}"
+    [ ${#arms[@]} -eq 1 ] || ends+=" ${arms[-1]}"
     for size in "${sizes[@]}"; do
         measure "$size" "${arms[*]}" --steps "$opt_steps" optim.optimizer=muon
     done
@@ -41,36 +42,39 @@ main() {
         measure "$size" "${arms[*]}" --decode "$opt_decode"
     done
     for size in "${sizes[@]}"; do
-        measure "$size" "${arms[0]} ${arms[-1]}" --steps "$opt_steps" optim.optimizer=adamw
+        measure "$size" "$ends" --steps "$opt_steps" optim.optimizer=adamw
     done
 }
 
-# measure SIZE ARMS WORDS...: some arms of one size, in turn in one process, as JSON lines.
+# measure SIZE ARMS WORDS...: some arms of one size, one after the other, as JSON lines. The machine is quiet and its
+# memory small: no two are held at once, and what is known when the time is over is kept.
 measure() {
-    local size="$1" arm left code=0 lines call=(ncp-jax bench)
+    local size="$1" arm left code=0 call=(ncp-jax bench)
     for arm in $2; do
         [ ${#call[@]} -eq 2 ] || call+=(--vs)
         call+=("configs/speed.py:${size}_$arm")
     done
-    call+=("${@:3}" --json - "train.batch=$opt_rows" "data.sequence=$opt_tokens" "${words[@]}")
+    call+=("${@:3}" --alone --json - "train.batch=$opt_rows" "data.sequence=$opt_tokens" "${words[@]}")
     if [ -n "$opt_print" ]; then
         quoted "${call[@]}"
         return
     fi
     left=$((opt_seconds - SECONDS))
     if [ "$left" -le 0 ]; then
-        report "{\"skipped\": \"$(quoted "${call[@]}")\", \"reason\": \"$opt_seconds s are over\"}"
+        skipped "$opt_seconds s are over" "${call[@]}"
         return
     fi
-    lines="$(timeout "$left" "${call[@]}")" || code=$?
-    [ -z "$lines" ] || report "$lines"
+    timeout "$left" "${call[@]}" | tee -a "${opt_out:-/dev/null}" || code=$?
     # 124: the time is over. Whatever else failed must not cost the rest.
-    [ "$code" -eq 0 ] || report "{\"skipped\": \"$(quoted "${call[@]}")\", \"reason\": \"exit status $code\"}"
+    [ "$code" -eq 0 ] || skipped "exit status $code" "${call[@]}"
 }
 
-report() {
-    printf '%s\n' "$1"
-    [ -z "$opt_out" ] || printf '%s\n' "$1" >>"$opt_out"
+# skipped REASON WORDS...: a line that says what was not timed, and why.
+skipped() {
+    local command
+    command="$(quoted "${@:2}")"
+    command="${command//\\/\\\\}"
+    printf '{"skipped": "%s", "reason": "%s"}\n' "${command//\"/\\\"}" "$1" | tee -a "${opt_out:-/dev/null}"
 }
 
 main "$@"

@@ -28,6 +28,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--decode", type=int, metavar="N", help="time N generated tokens a row instead, after prompts that fill the row"
     )
+    parser.add_argument(
+        "--alone", action="store_true",
+        help="one config after the other, for a quiet machine: less memory, and figures as soon as they are known; "
+        "memory is then the most so far",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; -: print them, a line per config")
 
 
@@ -42,14 +47,20 @@ def run(args: argparse.Namespace) -> int:
     configs = [override(load(name), args.overrides) for name in (args.config, *args.vs)]
     where, lines = machine(), args.json == "-"
     say = partial(print, file=sys.stderr if lines else sys.stdout, flush=True)
-    found: list = bench_decoding(configs, args.decode, say) if args.decode else bench(configs, args.steps, say)
-    figures = [_settings(args, config) | one._asdict() for config, one in zip(configs, found, strict=True)]
+    found: list = []
+    figures: list[dict] = []
+    for group in [[config] for config in configs] if args.alone else [configs]:
+        timed: list = bench_decoding(group, args.decode, say) if args.decode else bench(group, args.steps, say)
+        found += timed
+        for config, one in zip(group, timed, strict=True):
+            figures.append(_settings(args, config) | one._asdict())
+            if lines:
+                print(json.dumps({"machine": where} | figures[-1]), flush=True)
     if lines:
-        for one in figures:
-            print(json.dumps({"machine": where} | one))
         return 0
     times = f"{args.decode} tokens of each row" if args.decode else f"{args.steps} steps"
-    print(f"{where['devices']} x {where['device']}, jax {where['jax']}; median of {times}, configs in turn")
+    turns = "one config after the other" if args.alone else "configs in turn"
+    print(f"{where['devices']} x {where['device']}, jax {where['jax']}; median of {times}, {turns}")
     _table([_decoded(one, found[0]) if args.decode else _row(one, found[0]) for one in found])
     if args.json:
         Path(args.json).write_text(

@@ -32,7 +32,7 @@ SURFACE = {
         "--analytic", "--effort", "--json", "--mesh", "--rows-per-chip", "--search", "--slices", "--topology", "CONFIG",
         "KEY=VALUE",
     ],
-    "bench": ["--decode", "--json", "--steps", "--vs", "CONFIG", "KEY=VALUE"],
+    "bench": ["--alone", "--decode", "--json", "--steps", "--vs", "CONFIG", "KEY=VALUE"],
     "report": ["--out", "RUN"],
     "yardsticks": ["run"],
 }  # fmt: skip

@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TOOLS = shlex.split(
-    "basename bash cat cksum cp date dirname env find grep gzip mkdir mktemp nohup rm sed setsid sleep sort tail tar"
+    "basename bash cat cksum cp date dirname env find grep gzip mkdir mktemp nohup rm sed setsid sleep sort tail tar "
+    "tee timeout"
 )
 # What a user may write after a config, and a shell would like to read otherwise.
 ODD = [
@@ -87,7 +88,7 @@ class FakeCloud:
         """Run `bash WORDS`; text of stdout and stderr, no exception on failure."""
         return subprocess.run(
             ["bash", *map(str, words)], cwd=cwd, env=self.environment | environment, input=answer,
-            capture_output=True, text=True, timeout=30,
+            capture_output=True, text=True, timeout=120,
         )  # fmt: skip
 
     def printed(self, *words: str) -> list[list[str]]:

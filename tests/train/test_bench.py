@@ -42,7 +42,7 @@ def test_figures_belong_together(measured):
 
 def test_decoding_in_lines(corpus, tmp_path, capsys):
     files = [str(config_file(tmp_path, corpus, model)) for model in ("ncp", "olmo3")]
-    assert main(["bench", files[0], "--vs", files[1], "--decode", "6", "--json", "-", "train.batch=3"]) == 0
+    assert main(["bench", files[0], "--vs", files[1], "--decode", "6", "--alone", "--json", "-", "train.batch=3"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["name"], one["what"]) for one in found] == [("tiny_ncp", "decode"), ("tiny_olmo3", "decode")]
     for one in found:
