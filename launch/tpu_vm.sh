@@ -10,7 +10,8 @@ usage() {
 usage: launch/tpu_vm.sh COMMAND NAME [OPTION...]
 
   create NAME              make the slice
-  push NAME                send this working tree, without runs/, corpora/, report/, .venv and .git, to ~/ncp_jax
+  push NAME                send this working tree, without runs/, corpora/, report/, .venv and .git, to ~/ncp_jax,
+                           with its revision in REVISION, which the run's config.json then records
   setup NAME               Python 3.11 or later and ncp_jax[tpu] on every worker
   run NAME CONFIG [KEY=VALUE...]   train on all workers, in the background; the same command again continues
   status NAME              state of the slice and of the run
@@ -100,7 +101,9 @@ create() {
 }
 
 push() {
-    local archive="${TMPDIR:-/tmp}/ncp_jax-$name.tar.gz" target="ncp_jax"
+    local archive="${TMPDIR:-/tmp}/ncp_jax-$name.tar.gz" target="ncp_jax" revision
+    # For config.json of runs: the tree arrives without .git. Unknown where there is no git here.
+    revision="$(git -C "$HERE/.." describe --always --dirty --abbrev=40 2>/dev/null)" || revision=""
     perform tar -czf "$archive" -C "$(dirname "$HERE")" --exclude=./runs --exclude=./corpora --exclude=./report \
         --exclude=./.git --exclude='./.venv*' --exclude=./.run --exclude='./.*_cache' --exclude=./.hypothesis \
         --exclude='*.egg-info' --exclude=__pycache__ .
@@ -109,7 +112,7 @@ push() {
     on_workers "mkdir -p $target && if bash $target/launch/worker.sh running 2>/dev/null; then \
 echo 'a run is using the code: stop it first' >&2; exit 1; fi && \
 find $target -mindepth 1 -maxdepth 1 ! -name .venv ! -name .run ! -name runs ! -name corpora -exec rm -rf {} + && \
-tar -xzf ncp_jax.tar.gz -C $target && rm ncp_jax.tar.gz"
+tar -xzf ncp_jax.tar.gz -C $target && rm ncp_jax.tar.gz${revision:+ && echo $(quoted "$revision") >$target/REVISION}"
 }
 
 setup() {

@@ -20,6 +20,7 @@ from typing import Any
 from ncp_jax.config import ConfigError, differences, from_dict, identity, science, to_dict
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "libtpu")
+ROOT = Path(__file__).parents[2]  # of the checkout
 LENGTH = ("train.steps", "train.tokens")
 
 
@@ -192,12 +193,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_state() -> dict[str, Any] | None:
-    """Commit of the code, and whether it was changed since. None outside a checkout."""
+def git_state(root: Path = ROOT) -> dict[str, Any] | None:
+    """Commit of the code, and whether it was changed since. None where neither git nor REVISION knows it.
+
+    `root`: the checkout. REVISION holds `git describe --dirty` of where the code came from, if .git was left behind
+    (launch/tpu_vm.sh push, launch/gke/Dockerfile).
+    """
+    revision = root / "REVISION"
+    if revision.exists() and not (root / ".git").exists():
+        text = revision.read_text().strip()
+        return {"commit": text.removesuffix("-dirty"), "changed": text.endswith("-dirty")}
     try:
-        here = Path(__file__).parent
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
         return {"commit": commit.stdout.strip(), "changed": bool(status.stdout.strip())}
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fake_cloud import ODD, ROOT, FakeCloud
 
+from ncp_jax.train.rundir import git_state
+
 LAUNCH = ROOT / "launch"
 VM = "launch/tpu_vm.sh"
 V5P = ["--type", "v5p-32", "--zone", "us-east5-a"]
@@ -211,13 +213,32 @@ def test_push_sends_the_tree_and_keeps_what_the_run_made(cloud, tmp_path):
     assert "configs/old.py" not in left
 
 
+@pytest.mark.parametrize(("described", "changed"), [("v1-3-gabc", False), ("abc-dirty", True), (None, None)])
+def test_push_tells_the_revision(cloud, tmp_path, described, changed):
+    """What git says here is what a run there records, though the tree arrives without .git."""
+    if described:
+        cloud.add("git", f"#!/usr/bin/env bash\necho {described}\n")
+    tree = tmp_path / "home/ncp_jax"
+    unpack = cloud.printed(VM, "push", "a", "--zone", "z")[2][-1].removeprefix("--command=")
+    cloud.add("tar", "#!/usr/bin/env bash\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/ncp_jax.tar.gz").touch()
+    done = cloud.run("-c", unpack, cwd=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    if described:
+        assert git_state(tree) == {"commit": described.removesuffix("-dirty"), "changed": changed}
+    else:
+        assert not (tree / "REVISION").exists()
+
+
 # ---- the rest
 
 
 @pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
 def test_environments(cloud, generation):
     file = LAUNCH / "env" / f"{generation}.sh"
-    script = f"set -eu; source {file}; echo $LIBTPU_INIT_ARGS; echo $JAX_PLATFORMS; echo ${{flags-none}}"
+    script = f"set -eu; source {file}; echo $LIBTPU_INIT_ARGS; echo $JAX_PLATFORMS; echo ${{flags-none}}; "
+    script += "! type export_flags 2>&-; compgen -v HIDE_ || true"
     flags, platforms, leaked = cloud.run("-c", script).stdout.splitlines()
     names = [flag.split("=")[0] for flag in flags.split()]
     assert len(set(names)) == len(names) >= 4
@@ -228,7 +249,8 @@ def test_environments(cloud, generation):
     # A reason before the first flag, and a source on the page.
     lines = file.read_text().splitlines()
     assert lines[lines.index("flags=(") + 1].lstrip().startswith("#")
-    assert "docs.jax.dev/en/latest/xla_flags.html" in file.read_text()
+    assert "maxtext" in file.read_text()
+    assert "docs.jax.dev/en/latest/xla_flags.html" in (LAUNCH / "flags.sh").read_text()
 
 
 def test_the_commands_of_the_page(cloud):
