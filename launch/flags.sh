@@ -3,9 +3,9 @@
 # shellcheck disable=SC2034  # the lists are for those who source this file
 
 # Parameter all-gathers run behind computation: with parameters sharded over fsdp they are most of the traffic. One may
-# hide behind several operations, also on the one TensorCore that some chips have. docs.jax.dev/en/latest/xla_flags.html;
-# AI-Hypercomputer/maxtext src/maxtext/configs/tpu/{v5e,v5p,v6e} and CF_FOR_ALL_GATHER in its
-# benchmarks/xla_flags_library.py.
+# hide behind several operations, also on the one TensorCore that some chips have.
+# docs.jax.dev/en/latest/xla_flags.html; AI-Hypercomputer/maxtext src/maxtext/configs/tpu/{v5e,v5p,v6e} and
+# CF_FOR_ALL_GATHER in its benchmarks/xla_flags_library.py.
 HIDE_GATHERS=(
     --xla_enable_async_all_gather=true
     --xla_tpu_enable_async_collective_fusion=true
