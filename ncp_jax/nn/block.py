@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ncp_jax.nn.backbone import Backbone
-from ncp_jax.nn.gather import GATHERED, Weights, gathered, spread
+from ncp_jax.nn.gather import Weights, all_but_layouts, gathered, spread
 from ncp_jax.nn.layers import base_std, rms_norm, stacked_param, truncated_normal
 from ncp_jax.ops.attention import attend, visible
 from ncp_jax.ops.rope import inverse_frequencies, rope_table, rotate, yarn_attention_factor, yarn_frequencies
@@ -163,7 +163,7 @@ def under_remat(run: Callable, remat: str, static_argnums: tuple[int, ...]) -> C
     """A layer under a policy of REMAT. No layer keeps gathered weights: they are gathered again."""
     policy = REMAT[remat]
     if policy is None and spread():
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        policy = all_but_layouts
     return run if policy is None else jax.checkpoint(run, policy=policy, static_argnums=static_argnums)
 
 

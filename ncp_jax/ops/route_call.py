@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ncp_jax.config import ConfigError
 from ncp_jax.ops.route_bytes import Operand, moved_bytes
 
 VMEM = 58 * 2**20  # of 64 MiB on v5p; v5e and v6e have more
@@ -25,15 +26,15 @@ def flat(x: Array | None) -> Any:
 
 
 def tile_of(tokens: int, most: int, k: int, interpret: bool) -> int:
-    """The largest tile of whole chunks, up to `most`, that divides the tokens. Raises ValueError if there is none."""
+    """The largest tile of whole chunks, up to `most`, that divides the tokens. Raises ConfigError if there is none."""
     if tokens % k:
-        raise ValueError(
+        raise ConfigError(
             f"{tokens} tokens on a device are no whole chunks of {k}, which route kernels need; choose rows of a "
             "multiple of it, or routing.tower=scan"
         )
     tile = k * math.gcd(tokens // k, max(most // k, 1))
     if not interpret and tile % 64:
-        raise ValueError(
+        raise ConfigError(
             f"{tokens} tokens on a device do not divide into tiles of 64, as the kernels of routing.tower 'kernel' "
             "need; choose rows of a multiple of 64 chunks per device, or routing.tower=scan"
         )

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ncp_jax.ops import route_cross, route_depth
 from ncp_jax.ops.route_call import flat, tile_of
 from ncp_jax.ops.route_shapes import At, Crosses, Depth, Masks, Outside, Reads, Shift, Sources, Statistics, Summary
-from ncp_jax.ops.split import devices_along, dividing
+from ncp_jax.ops.split import devices_along, dividing, names_of
 
 
 class Kernels(NamedTuple):
@@ -162,9 +162,8 @@ class Kernels(NamedTuple):
         return dividing(mesh, self.rows, x_BTD.shape[0]), dividing(mesh, self.tokens, x_BTD.shape[1])
 
     def _summed(self, split: tuple[Any, Any]) -> Callable[[Array], Array]:
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = [axis for part in split for axis in ((part,) if isinstance(part, str) else part or ())]
-        return lambda x: x if mesh.empty or not axes else lax.psum(x, tuple(axes))
+        axes = names_of(*split)
+        return lambda x: lax.psum(x, axes) if axes else x
 
     def _over_mesh(self, run: Callable, in_specs: Any, out_specs: Any) -> Callable:
         mesh = jax.sharding.get_abstract_mesh()

@@ -152,7 +152,7 @@ def test_kernels_that_the_platform_does_not_have():
 
 
 def test_tiles_that_a_tpu_cannot_cut():
-    with pytest.raises(ValueError, match="24 tokens on a device do not divide into tiles of 64"):
+    with pytest.raises(ConfigError, match="24 tokens on a device do not divide into tiles of 64"):
         tile_of(24, 64, K, interpret=False)
 
 
